@@ -1,0 +1,13 @@
+"""The project's own exceptions. Not here: their handling, which is the command line's."""
+
+
+class UserError(ValueError):
+    """Something that the user can cure. The text is one line: the thing, the rule, the cure.
+
+    The command line prints it without a traceback and leaves with code 2. It survives pickling, so
+    that a worker can raise it and the driver can show it.
+    """
+
+
+class NonFinite(UserError):
+    """A loss or gradient was not finite: nothing was changed at that step and the run stopped."""
