@@ -38,18 +38,18 @@ FASHION_SEED = 0
 
 # SHA-256 of the unpacked files. The packed ones differ from place to place by their gzip header.
 FASHION_FILES = {
-    "train-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+    "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
     "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
-    "t10k-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+    "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
     "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
 }
 FASHION_CLASSES = (
     "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"
 )  # fmt: skip
-IDX_MAGIC = {1: 0x00000801, 3: 0x00000803}  # unsigned bytes in one or three dimensions
+IDc59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888_MAGIC = {1: 0x00000801, 3: 0x00000803}  # unsigned bytes in one or three dimensions
 
 PROTOTYPES = 20
-PROTOTYPE_PIXELS = 96
+PROTOTYPE_PIc59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888ELS = 96
 
 
 class Split(NamedTuple):
@@ -62,7 +62,7 @@ class Split(NamedTuple):
 
 
 def fashion_mnist(target: Path, source: Path | None = None, validation_rows: int = 10_000) -> dict:
-    """Write Fashion-MNIST (Xiao et al. 2017, MIT licence) below `target` and return its summary.
+    """Write Fashion-MNIST (c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888iao et al. 2017, MIT licence) below `target` and return its summary.
 
     `target`/train holds the first rows of a seeded shuffle of the 60,000 training images,
     `target`/validation the other `validation_rows`, `target`/test the 10,000 test images, shuffled too:
@@ -204,8 +204,8 @@ def _read_idx(path: Path, sha256: str) -> np.ndarray:
             raise UserError(f"{path} is damaged ({error}); get it again") from error
     dimensions = 3 if "idx3" in path.name else 1
     header = np.frombuffer(content[: 4 + 4 * dimensions], dtype=">u4") if len(content) >= 4 + 4 * dimensions else [0]
-    if header[0] != IDX_MAGIC[dimensions]:
-        raise UserError(f"{path} does not begin with {IDX_MAGIC[dimensions]:#010x}: not an idx file of this kind")
+    if header[0] != IDc59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888_MAGIC[dimensions]:
+        raise UserError(f"{path} does not begin with {IDc59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888_MAGIC[dimensions]:#010x}: not an idx file of this kind")
     shape = [int(size) for size in header[1:]]
     body = np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * dimensions)
     if body.size != np.prod(shape, dtype=np.int64):
