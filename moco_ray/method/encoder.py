@@ -1,0 +1,77 @@
+"""The encoders: a torchvision ResNet with grouped BatchNorm, and MoCo's projection head.
+
+The key encoder is a copy of the query encoder that follows it (momentum.py). Not here: training.
+"""
+
+import functools
+
+import torch
+from torch import Tensor, nn
+from torchvision.models import resnet
+
+from moco_ray import recipe
+from moco_ray.method.batchnorm import GroupedBatchNorm2d
+
+_BACKBONES = {  # name: (block, blocks of the four stages)
+    "resnet10": (resnet.BasicBlock, (1, 1, 1, 1)),
+    "resnet18": (resnet.BasicBlock, (2, 2, 2, 2)),
+    "resnet34": (resnet.BasicBlock, (3, 4, 6, 3)),
+    "resnet50": (resnet.Bottleneck, (3, 4, 6, 3)),
+}
+
+
+class Encoder(nn.Module):
+    """`head(backbone(x))`: N,3,P,P -> N,C, not yet normalised.
+
+    `backbone` is torchvision's ResNet without its classifier (same state_dict keys) and gives N,D features:
+    the product of a run. `head` is a linear layer in v1 (He et al. 2019) and a two-layer MLP in v2
+    (Chen et al. 2020); it is thrown away after pre-training.
+    """
+
+    def __init__(self, settings: recipe.Encoder, group_rows: int):
+        super().__init__()
+        block, blocks = _BACKBONES[settings.backbone]
+        norm = functools.partial(GroupedBatchNorm2d, group_rows=group_rows)
+        self.backbone = resnet.ResNet(block, list(blocks), norm_layer=norm)
+        self.features = self.backbone.fc.in_features  # D
+        self.backbone.fc = nn.Identity()
+        if settings.stem != "imagenet":  # for small images: 3x3 and no pooling
+            stride = 1 if settings.stem == "small_stride1" else 2
+            self.backbone.conv1 = nn.Conv2d(3, 64, 3, stride=stride, padding=1, bias=False)
+            nn.init.kaiming_normal_(self.backbone.conv1.weight, mode="fan_out", nonlinearity="relu")
+            self.backbone.maxpool = nn.Identity()
+        self.head = _head(settings.head, self.features, settings.feature_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x))
+
+
+def _head(kind: str, features: int, feature_dim: int) -> nn.Module:
+    last = nn.Linear(features, feature_dim)
+    return last if kind == "linear" else nn.Sequential(nn.Linear(features, features), nn.ReLU(), last)
+
+
+def build_encoder(settings: recipe.Encoder, group_rows: int, seed: int) -> Encoder:
+    """A new encoder in training mode, initialised from `seed` alone (torchvision's initialisation).
+
+    Weights are drawn in float32 whatever the precision, so that a proof in float64 starts where the
+    float32 run does. No global random state is touched.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        encoder = Encoder(settings, group_rows)
+    return encoder.to(torch.float64 if settings.precision == "float64" else torch.float32)
+
+
+def autocast(settings: recipe.Encoder, device: torch.device):
+    """Context of an encoder's forward pass: bfloat16 where the recipe says so, else nothing.
+
+    Parameters, BatchNorm statistics, loss and keys stay in float32: in bfloat16 the momentum update is
+    below half an ulp and the key encoder would freeze.
+    """
+    return torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bfloat16")
+
+
+def working_dtype(settings: recipe.Encoder) -> torch.dtype:
+    """The dtype of parameters, keys, queue and loss."""
+    return torch.float64 if settings.precision == "float64" else torch.float32

@@ -1,0 +1,254 @@
+"""Algorithm 1 of the MoCo paper (He et al. 2019) as one loop.
+
+Encode queries, encode shuffled keys, loss against the queue, check that all is finite before anything
+changes, step, momentum update, enqueue. No Ray here: batches come in, and records, checkpoints and
+evaluations go out through plain functions. N own rows, B rows of all ranks, C features, K queued keys.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from moco_ray.data.augment import colour_stage
+from moco_ray.data.batch import BadRow, Batch
+from moco_ray.errors import NonFinite, UserError
+from moco_ray.learner import Learner
+from moco_ray.method.batchnorm import commit_statistics, forget_statistics
+from moco_ray.method.contrast import info_nce
+from moco_ray.method.encoder import autocast, working_dtype
+from moco_ray.method.momentum import follow
+from moco_ray.method.schedule import learning_rate
+from moco_ray.method.shuffle import permutation, route, shuffle, unshuffle
+from moco_ray.plan import Plan, groups_of_rank
+from moco_ray.ranks import Ranks
+
+VIEWS = ((0, 1), (1, 0))  # (query view, key view) of each direction; the symmetric form uses both
+MEANS = ("loss", "top1", "top5", "positive_similarity", "negative_similarity", "gradient_norm")
+
+
+class Outputs(NamedTuple):
+    """What the loop hands out. Every rank calls all three, at the same steps."""
+
+    record: Callable[[dict[str, Any], list[tuple[int, BadRow]]], None]  # scalars, and bad rows with their epoch
+    save: Callable[[Learner], None]
+    evaluate: Callable[[Learner], dict[str, float]]
+
+
+class Settled(NamedTuple):
+    """What is needed to name a step that turns out not to have been finite, read a step late."""
+
+    step: int
+    epoch: int
+    healthy: Tensor  # bool on the device
+    losses: Tensor  # N of each direction
+    positions: Tensor  # N
+    queue_place: tuple[int, int]
+
+
+def train(learner: Learner, batches: Iterator[Batch], plan: Plan, ranks: Ranks, outputs: Outputs) -> None:
+    """Train from `learner.step` to the plan's last step. `batches` gives this rank's rows of each step.
+
+    Raises NonFinite on all ranks, with the learner as it was before the step, when a loss or gradient is not
+    finite, and UserError when too many images of an epoch could not be read.
+    """
+    recipe = plan.recipe
+    directions = range(2 if recipe.contrast.symmetric else 1)
+    f_q = ranks.wrap(learner.f_q)
+    warm_up(f_q, plan, ranks)
+    healthy = torch.ones((), dtype=torch.bool, device=ranks.device)
+    sums, steps, bad, before = 0.0, 0, [], None
+
+    while learner.step < plan.total_steps:
+        step, batch = learner.step, next(batches)
+        bad += [(batch.epoch, row) for row in batch.bad]
+        set_learning_rate(learner.optimizer, learning_rate(plan, step))
+
+        keys = [encode_keys(learner.f_k, batch, plan, ranks, (step, d)) for d in directions]  # B,C each, in row order
+        losses, scores = backward(f_q, batch, keys, learner.queue.keys, plan, ranks)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in learner.f_q.parameters()])
+        scores = torch.cat([ranks.sum(scores) / (plan.keys_per_step), norm[None]])  # MEANS
+
+        # Once a step was not finite nothing changes any more, on the device and without waiting for it.
+        healthy = healthy & torch.isfinite(scores[0]) & torch.isfinite(norm)
+        place = (learner.queue.position, learner.queue.filled)
+        learner.optimizer.found_inf = (~healthy).float()  # SGD(fused) leaves weights and momentum alone at 1
+        learner.optimizer.grad_scale = None
+        learner.optimizer.step()
+        learner.optimizer.zero_grad(set_to_none=True)
+        follow(learner.f_k, learner.f_q, recipe.contrast.key_momentum, healthy)
+        learner.queue.enqueue(torch.cat(keys), step, healthy)
+        commit_statistics(learner.f_q, healthy)
+        commit_statistics(learner.f_k, healthy)
+
+        learner.step += 1
+        sums, steps = sums + scores, steps + 1
+        now = Settled(step, batch.epoch, healthy, losses, batch.positions, place)
+        refuse_non_finite(learner, before, ranks)  # the step before: the device is still busy with this one
+        before = now
+        saving, evaluating = due(learner.step, plan)
+        if learner.step % recipe.run.log_every_steps == 0 or saving:
+            refuse_non_finite(learner, now, ranks)
+            means = dict(zip(MEANS, (sums / steps).tolist(), strict=True))
+            report(learner, means, bad, plan, ranks, outputs)
+            sums, steps, bad = 0.0, 0, []
+        if saving or evaluating:
+            refuse_non_finite(learner, now, ranks)
+            learner.average_statistics(ranks, plan.groups)
+        if evaluating:
+            outputs.record({"step": learner.step, "epoch": learner.step / plan.steps_per_epoch, **outputs.evaluate(learner)}, [])
+        if saving:
+            outputs.save(learner)
+
+
+@torch.no_grad()
+def encode_keys(f_k: nn.Module, batch: Batch, plan: Plan, ranks: Ranks, draw: tuple[int, int]) -> Tensor:
+    """Keys of the whole batch in row order, B,C unit rows, from a shuffled batch; draw = (step, direction)."""
+    (step, direction), settings = draw, plan.recipe.batch
+    perm = permutation(
+        plan.recipe.run.seed,
+        step,
+        plan.groups,
+        settings.bn_group_size,
+        domain=settings.shuffle_domain_groups,
+        direction=direction,
+    )
+    rows_of_ranks = [rows_of(plan, ranks.world, rank) for rank in range(ranks.world)]
+    way = route(perm, rows_of_ranks, ranks.rank)
+    view = VIEWS[direction][1]
+    crops = shuffle(batch.crops[:, view], way, ranks)  # N,H,W,3 uint8, of other rows now
+    first = int(batch.positions[0]) - rows_of_ranks[ranks.rank].start  # position of the batch's row 0
+    mixed = batch._replace(positions=first + way.rows)
+    keys = [encode(f_k, crops[rows], mixed, (rows, view), plan) for rows in passes(plan, len(crops))]
+    return unshuffle(ranks.gather(torch.cat(keys), [len(rows) for rows in rows_of_ranks]), perm)
+
+
+def backward(
+    f_q: nn.Module, batch: Batch, keys: list[Tensor], queue: Tensor, plan: Plan, ranks: Ranks
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the mean loss over B rows (summed over directions), averaged over ranks in the last pass.
+
+    `keys` holds B,C of each direction, which see the same queue. Returns the loss of each own row and
+    direction, and the sums over them of all MEANS but the last.
+    """
+    own = rows_of(plan, ranks.world, ranks.rank)
+    work = [(d, rows) for d in range(len(keys)) for rows in passes(plan, len(batch.crops))]
+    losses, scores = [], 0.0
+    for direction, rows in work:
+        view = VIEWS[direction][0]
+        with Ranks.reduce_gradients(f_q, now=(direction, rows) == work[-1]):
+            q = encode(f_q, batch.crops[rows, view], batch, (rows, view), plan)  # rows,C
+            contrast = info_nce(q, keys[direction][own.start :][rows], queue, plan.recipe.contrast.temperature)
+            # The reduction is a mean over ranks; together they make the mean over the batch's B rows.
+            (contrast.loss.sum() * (ranks.world / plan.recipe.batch.global_batch_size)).backward()
+        loss = contrast.loss.detach()
+        right = [(contrast.rank < top).to(loss.dtype) for top in (1, 5)]
+        columns = [loss, *right, contrast.positive_similarity, contrast.negative_similarity]
+        losses.append(loss)
+        scores = scores + torch.stack([column.sum() for column in columns])
+    return torch.cat(losses), scores
+
+
+def encode(f: nn.Module, crops: Tensor, batch: Batch, part: tuple[slice, int], plan: Plan) -> Tensor:
+    """uint8 crops n,H,W,3 -> unit features n,C; part = (rows of the batch that they are, view)."""
+    (rows, view), recipe = part, plan.recipe
+    dtype = working_dtype(recipe.encoder)
+    positions = batch.positions[rows].cpu().numpy()
+    x = colour_stage(crops, positions, view, recipe.run.seed, batch.epoch, recipe.augment, dtype)
+    if recipe.run.memory_format == "contiguous":
+        x = x.contiguous()
+    with autocast(recipe.encoder, crops.device):
+        features = f(x)
+    return normalize(features.to(dtype))
+
+
+def rows_of(plan: Plan, world: int, rank: int) -> range:
+    """Rows of the batch that a rank owns."""
+    groups, n = groups_of_rank(plan.groups, world, rank), plan.recipe.batch.bn_group_size
+    return range(groups.start * n, groups.stop * n)
+
+
+def passes(plan: Plan, rows: int) -> list[slice]:
+    """A rank's rows cut into forward passes of whole BN groups."""
+    size = (plan.recipe.run.groups_per_forward or plan.groups) * plan.recipe.batch.bn_group_size
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def due(step: int, plan: Plan) -> tuple[bool, bool]:
+    """Whether after `step` completed steps a checkpoint and an evaluation are due."""
+    last, evaluation = step == plan.total_steps, plan.recipe.evaluation
+    period = evaluation.every_epochs * plan.steps_per_epoch
+    evaluating = bool(evaluation.bank_uri) and (last or (period > 0 and step % period == 0))
+    return last or step % plan.recipe.run.checkpoint_every_steps == 0, evaluating
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def warm_up(f_q: nn.Module, plan: Plan, ranks: Ranks) -> None:
+    """One pass that teaches DDP its bucket order, before step 0 and after every restore.
+
+    DDP rebuilds its buckets after the first backward, which changes the order of sums: without this pass a
+    restored run would differ in the last bits from one that never stopped.
+    """
+    if ranks.world == 1:
+        return
+    settings, pixels = plan.recipe.encoder, plan.recipe.augment.image_pixels
+    x = torch.zeros(
+        plan.recipe.batch.bn_group_size, 3, pixels, pixels, device=ranks.device, dtype=working_dtype(settings)
+    )
+    with autocast(settings, ranks.device):
+        (f_q(x).sum() * 0).backward()
+    f_q.zero_grad(set_to_none=True)
+    forget_statistics(f_q)
+
+
+def refuse_non_finite(learner: Learner, settled: Settled | None, ranks: Ranks) -> None:
+    """Raise NonFinite on all ranks if the step was not finite, with the learner set back to before it."""
+    if settled is None or bool(settled.healthy):
+        return
+    learner.step = settled.step
+    learner.queue.position, learner.queue.filled = settled.queue_place
+    wrong = ~torch.isfinite(settled.losses.view(-1, len(settled.positions))).all(0).cpu()
+    positions = sum(ranks.gather_objects(settled.positions.cpu()[wrong].tolist()), [])
+    where = f"rows at positions {_shorten(positions)}" if positions else "all losses were finite, the gradient was not"
+    raise NonFinite(
+        f"step {settled.step} (epoch {settled.epoch}) gave a loss or gradient that is not finite; {where}. Nothing was "
+        "changed by it. Lower optimizer.learning_rate or lengthen schedule.warmup_steps, and resume or start again"
+    )
+
+
+def report(
+    learner: Learner, means: dict[str, float], bad: list[tuple[int, BadRow]], plan: Plan, ranks: Ranks, outputs: Outputs
+) -> None:
+    """Hand out the means since the last record, and judge the bad rows of the epoch. Collective."""
+    bad = sorted(sum(ranks.gather_objects(bad), []))
+    for epoch, _ in bad:
+        learner.bad_rows = learner.bad_rows + 1 if epoch == learner.bad_epoch else 1
+        learner.bad_epoch = epoch
+    entry = {
+        "step": learner.step,
+        "epoch": learner.step / plan.steps_per_epoch,
+        "chance_loss": plan.chance_loss,
+        "learning_rate": learner.optimizer.param_groups[0]["lr"],
+        "queue_fill": learner.queue.fill,
+        "bad_rows": learner.bad_rows if learner.bad_epoch == (learner.step - 1) // plan.steps_per_epoch else 0,
+        **means,
+    }
+    outputs.record(entry, bad)
+    allowed = int(plan.recipe.data.max_bad_rows_fraction * plan.steps_per_epoch * plan.recipe.batch.global_batch_size)
+    if bad and learner.bad_rows > allowed:
+        raise UserError(
+            f"{learner.bad_rows} images of epoch {learner.bad_epoch} could not be read, more than the {allowed} that "
+            f"data.max_bad_rows_fraction {plan.recipe.data.max_bad_rows_fraction} allows; the last is {bad[-1][1].source} "
+            f"({bad[-1][1].kind}). See quarantine.jsonl in the run folder, mend the data or raise the fraction"
+        )
+
+
+def _shorten(positions: list[int]) -> str:
+    shown = ", ".join(map(str, positions[:8]))
+    return f"{shown} and {len(positions) - 8} more" if len(positions) > 8 else shown

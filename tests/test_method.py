@@ -1,0 +1,272 @@
+"""The paper's pieces against closed formulas and slow readings. No process group, no images."""
+
+import math
+from collections import deque
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torchvision.models import resnet18, resnet34, resnet50
+
+from moco_ray import recipe as recipes
+from moco_ray.method.batchnorm import GroupedBatchNorm2d, commit_statistics
+from moco_ray.method.contrast import CHUNK_KEYS, info_nce
+from moco_ray.method.encoder import build_encoder
+from moco_ray.method.momentum import distance, follow, key_encoder_of
+from moco_ray.method.queue import EMPTY, Queue
+from moco_ray.method.schedule import learning_rate
+from moco_ray.plan import Plan
+from moco_ray.recipe import Recipe
+
+
+def unit(*shape, seed=0, dtype=torch.float64):
+    return F.normalize(torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype), dim=-1)
+
+
+# --- momentum ---------------------------------------------------------------------------------------------------
+
+
+def test_momentum_update_of_the_worked_example_gives_0_3002():
+    query, key = nn.Linear(1, 1), nn.Linear(1, 1)
+    with torch.no_grad():
+        for p, q in zip(key.parameters(), query.parameters(), strict=True):
+            p.fill_(0.30), q.fill_(0.50)
+    for healthy in (None, torch.tensor(True)):
+        with torch.no_grad():
+            key.weight.fill_(0.30)
+        follow(key, query, 0.999, healthy)
+        assert key.weight.item() == pytest.approx(0.3002, abs=1e-7)
+
+
+def test_momentum_update_covers_every_parameter_and_nothing_when_the_step_was_not_finite():
+    query = build_encoder(recipes.Encoder(backbone="resnet10"), 2, seed=0)
+    key = key_encoder_of(query)
+    with torch.no_grad():
+        for p in query.parameters():
+            p.add_(1.0)
+    before = [p.clone() for p in key.parameters()]
+    follow(key, query, 0.9, torch.tensor(False))
+    assert all(torch.equal(a, b) for a, b in zip(before, key.parameters(), strict=True))
+    follow(key, query, 0.9, torch.tensor(True))
+    for old, new in zip(before, key.parameters(), strict=True):
+        assert torch.allclose(new, old + 0.1, atol=1e-6)
+    assert not any(p.requires_grad for p in key.parameters())
+
+
+def test_distance_of_the_encoders_is_relative_to_the_query_encoder():
+    query, key = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        query.weight.fill_(2.0), key.weight.fill_(1.0)
+    assert distance(key, query).item() == pytest.approx(0.5)
+
+
+# --- contrast ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys", [1, 100, CHUNK_KEYS + 7])
+def test_loss_is_log_of_K_plus_1_when_all_keys_are_equal_and_no_choice_is_right(keys):
+    k = unit(1, 16)
+    contrast = info_nce(unit(5, 16, seed=1), k.expand(5, 16), k.expand(keys, 16), 0.07)
+    assert torch.allclose(contrast.loss, torch.full((5,), math.log(keys + 1), dtype=torch.float64), atol=1e-12)
+    assert (contrast.rank > 0).all()  # ties count against the query
+
+
+@pytest.mark.parametrize("temperature", [0.03, 0.07, 0.2])
+@pytest.mark.parametrize("keys", [50, 2 * CHUNK_KEYS + 3])
+def test_loss_and_gradient_equal_cross_entropy_over_all_logits(keys, temperature):
+    q, k, queue = unit(6, 16, seed=1).requires_grad_(), unit(6, 16, seed=2), unit(keys, 16, seed=3)
+    contrast = info_nce(q, k, queue, temperature)
+    weights = torch.arange(1.0, 7.0, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad((contrast.loss * weights).sum(), q)
+
+    logits = torch.cat([(q * k).sum(1, keepdim=True), q @ queue.T], dim=1) / temperature
+    expected = F.cross_entropy(logits, torch.zeros(6, dtype=torch.int64), reduction="none")
+    (expected_gradient,) = torch.autograd.grad((expected * weights).sum(), q)
+    assert torch.allclose(contrast.loss, expected, atol=1e-12)
+    assert torch.allclose(gradient, expected_gradient, rtol=1e-10, atol=1e-12)
+    assert torch.equal(contrast.rank, (logits[:, 1:] >= logits[:, :1]).sum(1))
+    assert torch.allclose(contrast.positive_similarity, (q * k).sum(1))
+    assert torch.allclose(contrast.negative_similarity, (q @ queue.T).mean(1))
+
+
+def test_float32_loss_at_the_lowest_temperature_is_finite_and_close_to_float64():
+    q, k, queue = unit(8, 128, seed=1), unit(8, 128, seed=2), unit(5000, 128, seed=3)
+    single = info_nce(q.float(), -q.float(), queue.float(), 0.03).loss  # the worst positive there can be
+    assert torch.allclose(single.double(), info_nce(q, -q, queue, 0.03).loss, rtol=1e-5)
+    assert torch.isfinite(info_nce(q.float(), k.float(), queue.float(), 0.03).loss).all()
+
+
+def test_the_queue_may_change_between_forward_and_backward():
+    q, k, queue = unit(3, 8, seed=1).requires_grad_(), unit(3, 8, seed=2), unit(20, 8, seed=3)
+    (expected,) = torch.autograd.grad(info_nce(q, k, queue, 0.2).loss.sum(), q)
+    loss = info_nce(q, k, queue, 0.2).loss.sum()
+    queue.zero_()
+    assert torch.equal(torch.autograd.grad(loss, q)[0], expected)
+
+
+# --- queue ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size,batch", [(12, 4), (10, 4), (7, 3), (5, 5), (4, 9), (1, 2), (100, 1)])
+def test_queue_keeps_the_last_K_keys_in_order(size, batch):
+    queue, model = Queue(size, 3, seed=0), deque(maxlen=size)
+    for step in range(25):
+        keys = torch.full((batch, 3), float(step)) + torch.arange(batch)[:, None] / 100
+        queue.enqueue(keys, step)
+        model.extend((row, step) for row in keys)
+        assert queue.filled == len(model)
+        oldest = queue.position if queue.filled == size else 0
+        order = [(oldest + i) % size for i in range(len(model))]
+        assert torch.equal(queue.keys[order], torch.stack([row for row, _ in model]))
+        assert queue.steps[order].tolist() == [s for _, s in model]
+
+
+def test_a_new_queue_holds_random_unit_vectors_that_no_step_made():
+    queue = Queue(500, 16, seed=3)
+    assert torch.allclose(queue.keys.norm(dim=1), torch.ones(500), atol=1e-6)
+    assert (queue.steps == EMPTY).all() and queue.fill == 0.0
+    assert queue.keys.mean(0).abs().max() < 5 / math.sqrt(500 * 16)
+    assert torch.equal(queue.keys, Queue(500, 16, seed=3).keys)
+    assert not torch.equal(queue.keys, Queue(500, 16, seed=4).keys)
+
+
+def test_queue_slots_do_not_change_after_a_step_that_was_not_finite():
+    queue = Queue(6, 2, seed=0)
+    queue.enqueue(torch.ones(4, 2), 0)
+    keys, steps = queue.keys.clone(), queue.steps.clone()
+    queue.enqueue(torch.full((4, 2), float("nan")), 1, torch.tensor(False))
+    assert torch.equal(queue.keys, keys) and torch.equal(queue.steps, steps)
+
+
+def test_queue_fingerprint_tells_changed_and_swapped_keys_apart():
+    queue = Queue(6, 4, seed=0)
+    first = queue.fingerprint()
+    assert torch.equal(first, Queue(6, 4, seed=0).fingerprint())
+    queue.keys[[1, 2]] = queue.keys[[2, 1]]
+    assert not torch.equal(first, queue.fingerprint())
+    queue.keys[[1, 2]] = queue.keys[[2, 1]]
+    assert torch.equal(first, queue.fingerprint())
+    queue.keys[3, 2] = torch.nextafter(queue.keys[3, 2], torch.tensor(2.0))
+    assert not torch.equal(first, queue.fingerprint())
+
+
+def test_queue_state_comes_back_whole_and_a_foreign_one_is_refused():
+    queue = Queue(5, 3, seed=0)
+    queue.enqueue(unit(7, 3, dtype=torch.float32), 4)
+    other = Queue(5, 3, seed=9)
+    other.load_state_dict(queue.state_dict())
+    assert torch.equal(other.fingerprint(), queue.fingerprint()) and other.filled == 5
+    with pytest.raises(ValueError, match="shape"):
+        Queue(6, 3, seed=0).load_state_dict(queue.state_dict())
+    with pytest.raises(ValueError, match="version"):
+        other.load_state_dict({**queue.state_dict(), "version": 2})
+
+
+# --- grouped BatchNorm ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_each_group_is_normalised_as_torch_batch_norm_would_alone(layout):
+    x = torch.randn(12, 5, 3, 3, dtype=torch.float64).to(memory_format=layout).requires_grad_()
+    ours, theirs = GroupedBatchNorm2d(5, 4).double(), nn.BatchNorm2d(5).double()
+    weights = torch.randn_like(x)
+    expected = torch.cat([theirs(rows) for rows in x.split(4)])
+    (gradient,) = torch.autograd.grad((ours(x) * weights).sum(), x)
+    (expected_gradient,) = torch.autograd.grad((expected * weights).sum(), x)
+    assert torch.equal(ours(x), expected) and torch.equal(gradient, expected_gradient)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+
+
+def test_running_statistics_move_once_a_step_by_the_mean_over_groups_however_many_passes():
+    x = torch.randn(12, 5, 3, 3, dtype=torch.float64) * 3 + 1
+    whole, parts = GroupedBatchNorm2d(5, 4).double(), GroupedBatchNorm2d(5, 4).double()
+    whole(x)
+    for rows in x.split(4):
+        parts(rows)
+    assert torch.equal(whole.running_mean, torch.zeros(5).double())  # nothing moves before the commit
+    for layer in (whole, parts):
+        commit_statistics(layer, torch.tensor(True))
+        means = torch.stack([rows.mean((0, 2, 3)) for rows in x.split(4)]).mean(0)
+        variances = torch.stack([rows.var((0, 2, 3)) for rows in x.split(4)]).mean(0)  # unbiased
+        assert torch.allclose(layer.running_mean, 0.1 * means) and layer.num_batches_tracked == 1
+        assert torch.allclose(layer.running_var, 0.9 + 0.1 * variances)
+
+
+def test_a_step_that_was_not_finite_leaves_running_statistics_alone_and_is_forgotten():
+    layer = GroupedBatchNorm2d(2, 2)
+    layer(torch.full((4, 2, 1, 1), float("nan")))
+    commit_statistics(layer, torch.tensor(False))
+    assert torch.equal(layer.running_var, torch.ones(2)) and layer.num_batches_tracked == 0
+    layer(torch.randn(4, 2, 1, 1))
+    commit_statistics(layer, torch.tensor(True))
+    assert torch.isfinite(layer.running_mean).all()
+
+
+# --- encoder ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name,torchvision_model", [("resnet18", resnet18), ("resnet34", resnet34), ("resnet50", resnet50)])
+def test_backbone_is_torchvisions_by_name_shape_and_output(name, torchvision_model):
+    ours = build_encoder(recipes.Encoder(backbone=name), 2, seed=0).backbone
+    theirs = torchvision_model()
+    expected = {k: v.shape for k, v in theirs.state_dict().items() if not k.startswith("fc.")}
+    assert {k: v.shape for k, v in ours.state_dict().items()} == expected
+    theirs.load_state_dict(ours.state_dict(), strict=False)
+    theirs.fc = nn.Identity()
+    x = torch.randn(2, 3, 64, 64)
+    ours.eval(), theirs.eval()
+    with torch.no_grad():
+        assert torch.equal(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("stem,size", [("imagenet", 2), ("small_stride1", 8), ("small_stride2", 4)])
+@pytest.mark.parametrize("head,layers", [("linear", 1), ("mlp", 3)])
+def test_stems_and_heads_have_the_stated_shapes(stem, size, head, layers):
+    encoder = build_encoder(recipes.Encoder(backbone="resnet10", stem=stem, head=head, feature_dim=24), 2, seed=0)
+    backbone, x = encoder.backbone, torch.randn(2, 3, 64, 64)
+    seen = {}
+    backbone.layer4.register_forward_hook(lambda m, i, o: seen.update(size=o.shape[-1]))
+    assert encoder(x).shape == (2, 24) and backbone(x).shape == (2, 512) and seen["size"] == size
+    assert len([encoder.head] if head == "linear" else list(encoder.head)) == layers
+
+
+def test_weights_depend_on_the_seed_alone_and_leave_the_global_random_state():
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    build = lambda seed, precision="float32": build_encoder(recipes.Encoder(backbone="resnet10", precision=precision), 2, seed)  # noqa: E731
+    first = build(1)
+    assert torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(6)
+    again, other, double = build(1), build(2), build(1, "float64")
+    weight = first.backbone.conv1.weight
+    assert torch.equal(weight, again.backbone.conv1.weight) and not torch.equal(weight, other.backbone.conv1.weight)
+    assert torch.equal(weight.double(), double.backbone.conv1.weight)
+
+
+# --- schedule ---------------------------------------------------------------------------------------------------
+
+
+def schedule_plan(rows=100, **schedule):
+    values = {"batch": {"global_batch_size": 10, "bn_group_size": 5}, "optimizer": {"learning_rate": 0.03}}
+    return Plan(Recipe.parse({**values, "schedule": schedule}), rows)
+
+
+def test_cosine_starts_at_the_base_rate_and_halves_in_the_middle():
+    plan = schedule_plan(epochs=4)
+    assert learning_rate(plan, 0) == 0.03
+    assert learning_rate(plan, 20) == pytest.approx(0.015)
+    assert learning_rate(plan, 39) == pytest.approx(0.03 * 0.5 * (1 + math.cos(math.pi * 39 / 40)))
+    for epoch in range(4):  # the released code's rate at the start of each epoch
+        assert learning_rate(plan, epoch * 10) == pytest.approx(0.03 * 0.5 * (1 + math.cos(math.pi * epoch / 4)))
+
+
+def test_warm_up_rises_linearly_to_the_base_rate_before_the_cosine():
+    plan = schedule_plan(steps=25, warmup_steps=5)
+    assert [learning_rate(plan, s) for s in range(6)] == pytest.approx([0.006, 0.012, 0.018, 0.024, 0.03, 0.03])
+    assert learning_rate(plan, 15) == pytest.approx(0.015)
+
+
+def test_multistep_multiplies_by_the_factor_at_each_milestone():
+    plan = schedule_plan(epochs=5, shape="multistep", milestone_epochs=[2, 4])
+    assert [learning_rate(plan, s) for s in (0, 19, 20, 39, 40, 49)] == pytest.approx([0.03, 0.03, 3e-3, 3e-3, 3e-4, 3e-4])
