@@ -208,7 +208,7 @@ def _standardised(x: Tensor, augment: Augment) -> Tensor:
 def _to_device(values: np.ndarray, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A small array as a tensor beside `like`, without waiting for the device: a copy from pageable memory would."""
     tensor = torch.from_numpy(np.ascontiguousarray(values)).to(dtype or like.dtype)
-    return tensor.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else tensor
+    return (tensor.pin_memory() if like.is_cuda else tensor).to(like.device, non_blocking=True)
 
 
 def _check(crops: Tensor, dtype: torch.dtype) -> None:

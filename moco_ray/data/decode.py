@@ -52,7 +52,17 @@ SIGNATURES = (
     (4, b"ftypavif", AvifImageFile),
     (4, b"ftypavis", AvifImageFile),
 )
-FOREIGN = ((0, b"BM"), (0, b"II*\0"), (0, b"MM\0*"), (4, b"ftyp"), (4, b"jP  "), (0, b"8BPS"), (0, b"\xff\x0a"))
+# TIFF, BMP, HEIC and its kin, JPEG 2000, Photoshop, JPEG XL, icons: named, so that one knows what to convert.
+FOREIGN = (
+    (0, b"II*\0"),
+    (0, b"MM\0*"),
+    (0, b"BM"),
+    (4, b"ftyp"),
+    (4, b"jP  "),
+    (0, b"8BPS"),
+    (0, b"\xff\x0a"),
+    (0, b"\0\0\1\0"),
+)
 
 
 class BadImage(Exception):
