@@ -1,0 +1,206 @@
+"""The ordered stream of decoded rows: Ray Data tasks in, batches of one rank out.
+
+Responsible for running the tasks of segment.py (and those of the evaluation) as Ray Data pipelines whose blocks
+arrive in order, one block a step, and for checking that they do. Not responsible for which rows make a step
+(order.py) nor for counting bad rows against their limit (the trainer does).
+
+How Ray 2.60 is used, and why (read in its source, and tried):
+- `ray.data.range(n, override_num_blocks=n)` with one `map_batches` is fused into n tasks; `preserve_order` gives
+  their blocks in order though tasks run side by side. One rank, one executor: no rank waits for another.
+- A task's yields are gathered until they exceed `target_max_block_size` and cut again at 1.5 times that. At 0.8 of
+  a step's bytes each yield is one block, and then a batch is that block in shared memory: no copy, read-only.
+- Starting a pipeline costs about 2.5 ms for each task it will ever have, so a run is a chain of pipelines of 256
+  tasks; the next one is started while the last tasks of this one are consumed, so that no CPU falls idle.
+"""
+
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import ray
+import ray.data
+import torch
+from ray.exceptions import RayError
+
+from moco_ray.data.batch import BadRow, Batch
+from moco_ray.data.decode import BadImage, centre_crop, decode
+from moco_ray.data.segment import Segments, Source, bad_row, segment_steps
+from moco_ray.data.shards import Manifest, read_chunk_rows
+from moco_ray.errors import UserError
+from moco_ray.plan import Plan
+from moco_ray.recipe import Recipe
+
+TASKS_PER_PIPELINE = 256
+TASKS_LEFT_AT_NEXT = 8  # start the next pipeline when so many tasks of this one are still to be consumed
+PREFETCH_BLOCKS = 2  # 8 spilled to disk where 2 did not
+EVALUATION_TASK_ROWS = 1024
+
+Columns = dict[str, np.ndarray]
+
+
+def batches(manifest: Manifest, recipe: Recipe, plan: Plan, world: int, rank: int, start_step: int) -> Iterator[Batch]:
+    """This rank's rows of the steps start_step .. plan.total_steps-1, in order, one Batch a step.
+
+    Steps count over the whole run; epoch = step // steps_per_epoch. Crops are read-only views of Ray's object store
+    where possible: never write into them, and let them go, for they hold its memory. Needs a running Ray with a
+    free CPU for the tasks. Raises UserError if a file cannot be read or nothing can replace a bad row, and
+    RuntimeError if rows arrive that the plan does not expect.
+    """
+    plan.refuse_world(world)
+    segments = Segments(plan, world, rank, start_step)
+    shared = ray.put((Source(manifest, recipe, plan), segments))
+    row_bytes = 2 * 3 * recipe.augment.image_pixels**2
+    step = start_step
+    for columns in _in_order(partial(_segment_task, shared), len(segments), segments.rows_per_step, row_bytes):
+        yield _batch(columns, segments, step)
+        step += 1
+    if step != max(start_step, plan.total_steps):
+        raise RuntimeError(f"the data ended before step {step}: expected steps up to {plan.total_steps - 1}")
+
+
+class LabelledBatch(NamedTuple):
+    """Some rows of a labelled set, in the order asked for; rows that cannot be decoded are left out and listed."""
+
+    crops: torch.Tensor  # N,P,P,3 uint8: the centre crop
+    labels: torch.Tensor  # N int64
+    rows: torch.Tensor  # N int64: numbers of the rows in the manifest
+    bad: tuple[BadRow, ...]  # rows left out; `position` is their place in `row_numbers`
+
+
+def labelled_images(
+    manifest: Manifest, recipe: Recipe, row_numbers: np.ndarray, batch_rows: int
+) -> Iterator[LabelledBatch]:
+    """The given rows (M,) of an evaluation set, resized, centre-cropped and labelled as recipe.evaluation says.
+
+    Comes in the order of `row_numbers`, `batch_rows` rows at a time, less the bad ones (a batch may be empty). Rising
+    row numbers read each chunk once or twice; a shuffled order reads a row group again in every task that needs it.
+    Labels of a tree number its own class folders: compare `Manifest.classes` before labels of two sets are compared.
+    Raises UserError if a file cannot be read or has no such labels.
+    """
+    row_numbers = np.asarray(row_numbers, np.int64)
+    task_rows = batch_rows * max(1, EVALUATION_TASK_ROWS // batch_rows)
+    shared = ray.put((manifest, recipe, row_numbers))
+    work = partial(_labelled_task, shared, task_rows, batch_rows)
+    seen = 0
+    for columns in _in_order(work, -(-len(row_numbers) // task_rows), batch_rows, 3 * recipe.augment.image_pixels**2):
+        _refuse_other(seen, np.arange(seen, min(seen + batch_rows, len(row_numbers))), columns["position"])
+        seen += len(columns["position"])
+        bad, good = _bad_rows(columns["bad"]), columns["bad"] == ""
+        if bad:
+            columns = {name: values[good] for name, values in columns.items()}
+        yield LabelledBatch(*(_tensor(columns[name]) for name in ("crops", "label", "row")), bad)
+
+
+def _segment_task(shared: ray.ObjectRef, task: int) -> Iterator[Columns]:
+    source, segments = ray.get(shared)
+    yield from segment_steps(source, segments.groups, segments[task])
+
+
+def _labelled_task(shared: ray.ObjectRef, task_rows: int, batch_rows: int, task: int) -> Iterator[Columns]:
+    manifest, recipe, row_numbers = ray.get(shared)
+    stop = min((task + 1) * task_rows, len(row_numbers))
+    for first in range(task * task_rows, stop, batch_rows):
+        yield _labelled_rows(manifest, recipe, row_numbers, np.arange(first, min(first + batch_rows, stop)))
+
+
+def _labelled_rows(manifest: Manifest, recipe: Recipe, row_numbers: np.ndarray, positions: np.ndarray) -> Columns:
+    pixels, rows = recipe.augment.image_pixels, row_numbers[positions]
+    crops = np.zeros((len(rows), pixels, pixels, 3), np.uint8)
+    labels, bad = np.zeros(len(rows), np.int64), [""] * len(rows)
+    chunks, inner = manifest.locate(rows)
+    for chunk in np.unique(chunks).tolist():
+        places = np.flatnonzero(chunks == chunk)
+        found = read_chunk_rows(manifest, chunk, inner[places], recipe.evaluation.label_column)
+        labels[places] = found.labels
+        for place, encoded in zip(places.tolist(), found.encoded, strict=True):
+            try:
+                image = decode(encoded, recipe.data.max_image_pixels)
+            except BadImage as error:
+                bad[place] = json.dumps(bad_row(manifest, int(positions[place]), int(rows[place]), error))
+            else:
+                crops[place] = centre_crop(image, recipe.evaluation.resize_pixels, pixels)
+    return {"crops": crops, "label": labels, "row": rows, "position": positions, "bad": np.array(bad)}
+
+
+def _batch(columns: Columns, segments: Segments, step: int) -> Batch:
+    epoch, step_in_epoch = divmod(step, segments.plan.steps_per_epoch)
+    batch = segments.plan.recipe.batch
+    first = step_in_epoch * batch.global_batch_size + segments.groups.start * batch.bn_group_size
+    _refuse_other(step, np.full(segments.rows_per_step, step), columns["step"])
+    _refuse_other(step, np.arange(first, first + segments.rows_per_step), columns["position"])
+    crops, positions, rows = (_tensor(columns[name]) for name in ("crops", "position", "row"))
+    return Batch(epoch, crops, positions, rows, _bad_rows(columns["bad"]))
+
+
+def _refuse_other(step: int, expected: np.ndarray, got: np.ndarray) -> None:
+    if not np.array_equal(expected, got):
+        raise RuntimeError(
+            f"rows out of order at step {step}: expected {len(expected)} rows from {expected[:1]} to {expected[-1:]}, "
+            f"got {len(got)} rows: {got[:8]}..."
+        )
+
+
+def _bad_rows(column: np.ndarray) -> tuple[BadRow, ...]:
+    return tuple(BadRow(*json.loads(text)) for text in column.tolist() if text)
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # a block in shared memory
+        return torch.from_numpy(array)
+
+
+def _in_order(
+    work: Callable[[int], Iterator[Columns]], tasks: int, block_rows: int, row_bytes: int
+) -> Iterator[Columns]:
+    """The columns that work(0), work(1), .. work(tasks-1) yield, in this order, `block_rows` rows at a time.
+
+    All that a task yields has `block_rows` rows, except the very last. Raises the UserError that a task raised.
+    """
+    parts = [range(first, min(first + TASKS_PER_PIPELINE, tasks)) for first in range(0, tasks, TASKS_PER_PIPELINE)]
+    start = partial(_start_pipeline, work, block_rows, row_bytes)
+    with ThreadPoolExecutor(1, "next-pipeline") as thread:
+        following: Future | None = thread.submit(start, parts[0]) if parts else None
+        try:
+            for index, part in enumerate(parts):
+                blocks, following = following.result(), None
+                for columns in blocks:
+                    late = columns["task"][0] >= part.stop - TASKS_LEFT_AT_NEXT
+                    if late and following is None and index + 1 < len(parts):
+                        following = thread.submit(start, parts[index + 1])
+                    yield columns
+        except RayError as error:
+            if (mistake := _user_error(error)) is not None:
+                raise mistake from None
+            raise
+
+
+def _start_pipeline(work: Callable, block_rows: int, row_bytes: int, part: range) -> Iterator[Columns]:
+    """Start one pipeline over a run of tasks and wait for its first block."""
+
+    def run_tasks(block: Columns) -> Iterator[Columns]:
+        for number in block["id"].tolist():
+            for columns in work(part.start + number):
+                yield columns | {"task": np.full(len(columns["crops"]), part.start + number)}
+
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what matters is raised; a run prints its own progress
+    tasks = ray.data.range(len(part), override_num_blocks=len(part)).map_batches(run_tasks, batch_size=None, num_cpus=1)
+    context = tasks.context
+    context.enable_progress_bars = context.print_on_execution_start = False
+    context.execution_options.preserve_order = True
+    context.target_max_block_size = int(0.8 * block_rows * row_bytes)
+    blocks = iter(tasks.iter_batches(batch_size=block_rows, batch_format="numpy", prefetch_batches=PREFETCH_BLOCKS))
+    return chain([next(blocks)], blocks)
+
+
+def _user_error(error: BaseException | None) -> UserError | None:
+    """The UserError that lies behind an error of a task, in one line."""
+    while error is not None and not isinstance(error, UserError):
+        error = getattr(error, "cause", None) or error.__cause__
+    return UserError(str(error)) if error is not None else None
