@@ -18,6 +18,12 @@ PLAIN = Augment(jitter=(0, 0, 0, 0), grayscale_probability=0, blur_probability=0
 RADIUS = 6  # of a blur of at most sigma 2
 
 
+@pytest.fixture(autouse=True)
+def _one_thread(_few_threads):
+    """These images are small: on a busy machine a second thread is mostly waited for."""
+    torch.set_num_threads(1)
+
+
 def photographs(rows: int, pixels: int, seed: int = 0) -> torch.Tensor:
     """rows,P,P,3 uint8: smooth colours with noise, and patches that are black, white, gray and fully saturated."""
     rng = np.random.default_rng(seed)
@@ -91,6 +97,7 @@ def still(rows: int) -> stage.ColourParameters:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rows, pixels", [(12, 25), (4, 200)])  # 200: torch splits one row's sum among threads
 def test_a_row_is_the_same_bits_alone_in_a_part_and_in_any_order(rows, pixels, dtype):
+    torch.set_num_threads(2)
     crops, positions = photographs(rows, pixels), np.arange(100, 100 + rows)
     whole = colour_stage(crops, positions, 0, 1, 0, V2, dtype)
     for chosen in ([0], [rows - 1], [2, 0, 1], list(range(rows))[::-1]):
