@@ -66,9 +66,7 @@ def colour_stage(
         raise ValueError(f"{len(crops)} crops have {len(positions)} positions; give one position for each crop")
     parameters = draw_colour(positions, view, seed, epoch, augment)
     with torch.no_grad(), torch.autocast(crops.device.type, enabled=False):
-        # Whole planes of one channel lie together here: gray and blur read them in one run.
-        x = crops.permute(0, 3, 1, 2).to(dtype, memory_format=torch.contiguous_format).div_(255)  # N,3,P,P
-        return _standardised(apply_colour(x, parameters, augment), augment)
+        return _standardised(apply_colour(_unit(crops, dtype), parameters, augment), augment)
 
 
 def normalise(crops: Tensor, augment: Augment, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -77,7 +75,7 @@ def normalise(crops: Tensor, augment: Augment, dtype: torch.dtype = torch.float3
     Raises ValueError for crops or a dtype of another kind.
     """
     _check(crops, dtype)
-    return _standardised(crops.permute(0, 3, 1, 2).to(dtype).div_(255), augment)
+    return _standardised(_unit(crops, dtype), augment)
 
 
 def draw_colour(positions: np.ndarray, view: int, seed: int, epoch: int, augment: Augment) -> ColourParameters:
@@ -197,12 +195,19 @@ def _on_rows(x: Tensor, chosen: np.ndarray, change: Callable[[Tensor], Tensor]) 
     return x.index_copy_(0, index, change(x.index_select(0, index)))
 
 
+def _unit(crops: Tensor, dtype: torch.dtype) -> Tensor:
+    """N,P,P,3 uint8 -> N,3,P,P in [0, 1]; planes lie in one piece, for all that follows works plane by plane."""
+    return crops.permute(0, 3, 1, 2).to(dtype, memory_format=torch.contiguous_format).div_(255)
+
+
 def _standardised(x: Tensor, augment: Augment) -> Tensor:
-    """(x - mean) / std of N,3,P,P in channels_last."""
+    """(x - mean) / std of N,3,P,P, as channels_last. `x` is overwritten.
+
+    Plane by plane and then turned: on a CPU that takes half as long as arithmetic on channels_last.
+    """
     mean = _to_device(np.reshape(augment.mean, (3, 1, 1)), x)
     std = _to_device(np.reshape(augment.std, (3, 1, 1)), x)
-    y = torch.empty_like(x, memory_format=torch.channels_last)
-    return torch.sub(x, mean, out=y).div_(std)
+    return x.sub_(mean).div_(std).contiguous(memory_format=torch.channels_last)
 
 
 def _to_device(values: np.ndarray, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
