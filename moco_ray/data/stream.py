@@ -200,7 +200,11 @@ def _start_pipeline(work: Callable, block_rows: int, row_bytes: int, part: range
 
 
 def _user_error(error: BaseException | None) -> UserError | None:
-    """The UserError that lies behind an error of a task, in one line."""
-    while error is not None and not isinstance(error, UserError):
+    """The UserError that lies behind an error of a task, in one line.
+
+    Ray raises an error that is of the cause's class too, but whose text is the task's traceback: look behind it. And
+    it appends advice on retries to the text of the cause: ours has one line, so the first is all of it.
+    """
+    while error is not None and (isinstance(error, RayError) or not isinstance(error, UserError)):
         error = getattr(error, "cause", None) or error.__cause__
-    return UserError(str(error)) if error is not None else None
+    return None if error is None else UserError(str(error).splitlines()[0])

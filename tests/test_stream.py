@@ -1,0 +1,260 @@
+"""The ordered stream of decoded rows, on a local Ray, against a slow reading of the rules in this process.
+
+Three logical CPUs: two ranks as actors hold one each, as Train's workers do, so their two pipelines share the third.
+"""
+
+import io
+import os
+import shutil
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+import torch
+from PIL import Image
+
+from moco_ray.data import stream
+from moco_ray.data.decode import CROP_DRAWS, BadImage, centre_crop, decode, two_crops
+from moco_ray.data.draws import CROP, REPLACE, uniforms
+from moco_ray.data.order import EpochOrder
+from moco_ray.data.segment import Segments, Source, segment_steps
+from moco_ray.data.shards import build_manifest
+from moco_ray.errors import UserError
+from moco_ray.plan import Plan
+from moco_ray.recipe import Recipe
+
+ROWS, STEPS = 1700, 9  # 6 steps of 256 an epoch and 164 rows left out; the run ends in the second epoch
+BAD = {100: b"no image at all", 101: b"\x89PNG\r\n\x1a\n", 1500: b""}
+
+
+def picture(number: int) -> bytes:
+    """A PNG of 12x16 pixels, different for every number."""
+    pixels = np.random.default_rng(number).integers(0, 256, (12, 16, 3), np.uint8)
+    encoded = io.BytesIO()
+    Image.fromarray(pixels).save(encoded, "png", compress_level=1)
+    return encoded.getvalue()
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """The one local Ray of this file, in a folder of its own."""
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # short: it holds sockets
+    ray.init(num_cpus=3, include_dashboard=False, _temp_dir=folder, object_store_memory=150 << 20, log_to_driver=False)
+    yield
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """`good`, `damaged` (three images of the same rows damaged): Parquet; `tree`: 600 files in three classes."""
+    root = tmp_path_factory.mktemp("data")
+    images = [picture(i) for i in range(ROWS)]
+    for name, bad in {"good": {}, "damaged": BAD}.items():
+        (root / name).mkdir()
+        for shard, first in enumerate(range(0, ROWS, 500)):  # shards of 500 and 200 rows
+            numbers = range(first, min(first + 500, ROWS))
+            table = pa.table({"image": [bad.get(i, images[i]) for i in numbers], "label": [i % 10 for i in numbers]})
+            pq.write_table(table, root / name / f"{shard}.parquet", row_group_size=37)
+    for number in range(600):
+        path = root / "tree" / f"class{number % 3}" / f"{number:03}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(images[number])
+    return root
+
+
+def source_of(folder: Path, batch=256, group=64, steps=STEPS, **sections) -> Source:
+    batch_sizes = {"global_batch_size": batch, "bn_group_size": group}
+    recipe = Recipe.parse({"schedule": {"steps": steps}, "batch": batch_sizes, "run": {"seed": 3},
+                           "augment": {"image_pixels": 8}, **sections})  # fmt: skip
+    manifest = build_manifest(str(folder), recipe.data.image_column)
+    return Source(manifest, recipe, Plan(recipe, manifest.rows))
+
+
+@lru_cache(maxsize=4)
+def reference(source: Source) -> list[dict]:
+    """The whole run row by row: for each step crops (B,2,P,P,3), rows (B,) and {position: bad row}."""
+    manifest, recipe, plan = source.manifest, source.recipe, source.plan
+    images = {}
+    for chunk in range(len(manifest.chunk_rows)):
+        path = manifest.path(chunk)
+        if manifest.layout == "tree":
+            images[chunk] = path.read_bytes()
+        else:
+            column = pq.ParquetFile(path).read_row_group(int(manifest.part[chunk]))["image"]
+            images |= dict(enumerate(column.to_pylist(), int(manifest.first_row[chunk])))
+    run = []
+    for step in range(plan.total_steps):
+        epoch, inner = divmod(step, plan.steps_per_epoch)
+        order = EpochOrder(manifest.chunk_rows, plan, recipe.run.seed, epoch)
+        found = {"crops": [], "rows": [], "bad": {}}
+        for group in range(plan.groups):
+            for row, position in zip(order.rows_of(inner, group), order.positions_of(inner, group), strict=True):
+                one = np.array([position])
+                window = order.window_rows(group, inner // plan.window_steps)
+                draws = uniforms(recipe.run.seed, epoch, one, 0, REPLACE, len(window))[0]
+                for candidate in [row, *window[np.argsort(draws)]]:
+                    try:
+                        image = decode(images[candidate], recipe.data.max_image_pixels)
+                        break
+                    except BadImage:
+                        found["bad"][int(position)] = int(row)
+                views = [uniforms(recipe.run.seed, epoch, one, view, CROP, CROP_DRAWS)[0] for view in (0, 1)]
+                found["crops"].append(two_crops(image, np.stack(views), recipe.augment))
+                found["rows"].append(candidate)
+        run.append(found | {"crops": np.stack(found["crops"]), "rows": np.array(found["rows"])})
+    return run
+
+
+def streamed(source: Source, world: int, rank: int, start: int) -> list:
+    """A rank's batches as numpy: (epoch, crops, positions, rows, bad) each."""
+    found = stream.batches(source.manifest, source.recipe, source.plan, world, rank, start)
+    return [(b.epoch, b.crops.numpy().copy(), b.positions.numpy().copy(), b.rows.numpy().copy(), b.bad) for b in found]
+
+
+@ray.remote(num_cpus=1, max_restarts=0)
+class Rank:
+    """Holds a CPU and runs a pipeline of its own, as a Train worker does."""
+
+    def streamed(self, *arguments):
+        return streamed(*arguments)
+
+
+def assert_is_the_run(source: Source, ranks: list[list], start: int) -> None:
+    """All ranks' batches together are the reference from `start` on, bit by bit."""
+    expected, plan = reference(source)[start:], source.plan
+    assert [len(found) for found in ranks] == [len(expected)] * len(ranks)
+    for index, step in enumerate(expected):
+        epochs, crops, positions, rows, bad = zip(*(found[index] for found in ranks), strict=True)
+        epoch, inner = divmod(start + index, plan.steps_per_epoch)
+        batch = plan.recipe.batch.global_batch_size
+        assert set(epochs) == {epoch}
+        assert (np.concatenate(positions) == np.arange(inner * batch, (inner + 1) * batch)).all()
+        assert (np.concatenate(rows) == step["rows"]).all()
+        assert (np.concatenate(crops) == step["crops"]).all()
+        assert {one.position: one.row for some in bad for one in some} == step["bad"]
+
+
+def test_one_rank_streams_the_run_and_a_damaged_image_is_replaced_and_listed(cluster, folder):
+    source = source_of(folder / "damaged")
+    ranks = [streamed(source, 1, 0, 0)]
+    assert_is_the_run(source, ranks, 0)
+    bad = [one for batch in ranks[0] for one in batch[4]]
+    assert {one.row for one in bad} == set(BAD), "each damaged row had its turn"
+    assert {(one.row, one.kind) for one in bad} >= {(100, "not an image"), (1500, "empty")}
+    assert {one.source for one in bad if one.row == 1500} == {"3.parquet row group 0 row 0"}
+
+
+def test_a_damaged_image_changes_its_own_row_and_nothing_else(folder):
+    good, damaged = (reference(source_of(folder / name)) for name in ("good", "damaged"))
+    changed = 0
+    for one, other in zip(good, damaged, strict=True):
+        differs = one["rows"] != other["rows"]
+        assert one["rows"][differs].tolist() == list(other["bad"].values())
+        assert (one["crops"][~differs] == other["crops"][~differs]).all()
+        assert not set(other["rows"].tolist()) & set(BAD)
+        changed += differs.sum()
+    assert changed >= len(BAD)
+
+
+def test_two_ranks_with_one_spare_cpu_resume_within_a_window_what_another_world_began(cluster, folder):
+    source = source_of(folder / "damaged")
+    actors = [Rank.remote() for _ in range(2)]
+    for start in (3, 7):  # within the first window and epoch, and in the second epoch
+        tasks = [actor.streamed.remote(source, 2, rank, start) for rank, actor in enumerate(actors)]
+        assert_is_the_run(source, ray.get(tasks, timeout=120), start)
+    for actor in actors:
+        ray.kill(actor)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("start", [0, 5])
+def test_tasks_of_every_world_size_give_the_same_run(folder, world, start):
+    """Without Ray: what the tasks of all ranks yield, in turn."""
+    source = source_of(folder / "damaged")
+    ranks = []
+    for rank in range(world):
+        segments, found = Segments(source.plan, world, rank, start), []
+        for segment in (segments[index] for index in range(len(segments))):
+            for step in segment_steps(source, segments.groups, segment):
+                bad = stream._bad_rows(step["bad"])
+                found.append((segment.epoch, step["crops"], step["position"], step["row"], bad))
+        ranks.append(found)
+    assert_is_the_run(source, ranks, start)
+
+
+def test_a_tree_of_files_streams_over_a_chain_of_pipelines_in_order(cluster, folder, monkeypatch):
+    """Three epochs of one task each, two tasks a pipeline: the seam shows nothing."""
+    monkeypatch.setattr(stream, "TASKS_PER_PIPELINE", 2)
+    source = source_of(folder / "tree", batch=48, group=6, steps=30)
+    assert len(Segments(source.plan, 1, 0, 0)) == 3
+    assert_is_the_run(source, [streamed(source, 1, 0, 0)], 0)
+
+
+def test_a_batch_is_a_block_in_shared_memory_and_not_a_copy(cluster, folder, monkeypatch):
+    seen = []
+    keep = stream._tensor
+    monkeypatch.setattr(stream, "_tensor", lambda array: seen.append(array) or keep(array))
+    source = source_of(folder / "good", steps=3, augment={"image_pixels": 32})
+    for batch in stream.batches(source.manifest, source.recipe, source.plan, 1, 0, 0):
+        assert batch.crops.shape == (256, 2, 32, 32, 3) and batch.crops.dtype == torch.uint8
+    assert len(seen) == 9 and not any(array.flags.writeable or array.flags.owndata for array in seen)
+
+
+def test_labelled_images_come_in_the_order_asked_for_without_the_damaged_ones(cluster, folder):
+    source = source_of(folder / "damaged", evaluation={"resize_pixels": 10})
+    rows = np.random.default_rng(0).permutation(ROWS)[:1200]
+    rows = np.concatenate([rows[~np.isin(rows, list(BAD))], [100, 1500]])
+    found = list(stream.labelled_images(source.manifest, source.recipe, rows, 100))
+    assert np.concatenate([batch.rows for batch in found]).tolist() == rows[:-2].tolist()
+    assert np.concatenate([batch.labels for batch in found]).tolist() == (rows[:-2] % 10).tolist()
+    expected = np.stack([centre_crop(decode(picture(row), 1000), 10, 8) for row in rows[:-2]])
+    assert (np.concatenate([batch.crops for batch in found]) == expected).all()
+    bad = [(one.position, one.row) for batch in found for one in batch.bad]
+    assert bad == [(len(rows) - 2, 100), (len(rows) - 1, 1500)]
+    assert [len(batch.rows) + len(batch.bad) for batch in found[:-1]] == [100] * (len(found) - 1)
+
+
+def test_a_mistake_in_a_task_reaches_the_rank_as_one_line(cluster, folder, tmp_path):
+    shutil.copytree(folder / "good", tmp_path / "gone")
+    source = source_of(tmp_path / "gone")
+    os.remove(tmp_path / "gone" / "2.parquet")
+    with pytest.raises(UserError, match="gone/2.parquet cannot be read .*; put it back") as caught:
+        streamed(source, 1, 0, 0)
+    assert "\n" not in str(caught.value)
+    other = source_of(folder / "good", evaluation={"label_column": "kind"})
+    with pytest.raises(UserError, match="has no column 'kind'; name one of image, label as evaluation.label_column"):
+        list(stream.labelled_images(other.manifest, other.recipe, np.array([0]), 10))
+
+
+def test_a_window_without_one_image_is_an_error_that_says_so(tmp_path):
+    pq.write_table(pa.table({"image": [b"junk"] * 300}), tmp_path / "a.parquet")
+    source = source_of(tmp_path, steps=1)
+    with pytest.raises(UserError, match=r"none of the 64 rows around a.parquet row group 0 row \d+ can be decoded"):
+        next(segment_steps(source, range(4), Segments(source.plan, 1, 0, 0)[0]))
+
+
+def test_rows_that_the_plan_does_not_expect_are_refused(folder):
+    source = source_of(folder / "good")
+    segments = Segments(source.plan, 4, 1, 0)
+    (first, second, *_) = segment_steps(source, segments.groups, segments[0])
+    assert stream._batch(first, segments, 0).positions.tolist() == list(range(64, 128))
+    backwards = {name: values[::-1] for name, values in first.items()}
+    short = {name: values[:9] for name, values in first.items()}
+    for columns in (second, backwards, short):
+        with pytest.raises(RuntimeError, match="rows out of order at step 0: expected 64 rows from"):
+            stream._batch(columns, segments, 0)
+    other_epoch = first | {"step": first["step"] + source.plan.steps_per_epoch}
+    with pytest.raises(RuntimeError, match="rows out of order at step 0"):
+        stream._batch(other_epoch, segments, 0)
+
+
+def test_more_ranks_than_groups_are_refused_before_anything_starts(folder):
+    source = source_of(folder / "good")
+    with pytest.raises(UserError, match="more workers than the 4 BatchNorm groups"):
+        next(stream.batches(source.manifest, source.recipe, source.plan, 5, 0, 0))
