@@ -144,6 +144,13 @@ def test_all_24_orders_of_the_jitter_are_equally_likely():
     assert ((counts - expected) ** 2 / expected).sum() < 57.1  # chi squared, 23 degrees of freedom: p = 1e-4
 
 
+def test_the_parameters_of_a_row_are_drawn_independently_of_each_other():
+    d = draw_colour(np.arange(20_000), 0, 0, 0, V2)
+    flags = (d.jitter, d.grayscale, d.sigma > 0, d.flip, d.order[:, 0] == 0)
+    correlation = np.corrcoef([*flags, *d.factors.T]) - np.eye(9)
+    assert np.abs(correlation).max() < 4.5 / np.sqrt(20_000)
+
+
 def test_operations_without_a_strength_or_a_probability_are_never_computed(monkeypatch):
     def refuse(*_):
         raise AssertionError("computed though it can change nothing")
