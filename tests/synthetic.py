@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+from torch import nn
 
 from moco_ray.data.batch import Batch
 from moco_ray.learner import Learner
-from moco_ray.method.queue import Queue
+from moco_ray.method.batchnorm import GroupedBatchNorm2d
+from moco_ray.method.encoder import working_dtype
 from moco_ray.plan import Plan
 from moco_ray.ranks import Ranks
 from moco_ray.recipe import Recipe
@@ -112,10 +115,41 @@ def identical(a: Any, b: Any) -> bool:
     )
 
 
-def run(ranks: Ranks, recipe_: Recipe, state: dict | None = None, until: int | None = None) -> tuple[Log, Learner]:
+class SmallEncoder(nn.Module):
+    """Two strided convolutions with grouped BatchNorm and a linear head: a step costs milliseconds."""
+
+    def __init__(self, group_rows: int, feature_dim: int):
+        super().__init__()
+        self.backbone = nn.Sequential(
+            nn.Conv2d(3, 8, 3, stride=2, bias=False), GroupedBatchNorm2d(8, group_rows), nn.ReLU(),
+            nn.Conv2d(8, 12, 3, stride=2, bias=False), GroupedBatchNorm2d(12, group_rows), nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        )  # fmt: skip
+        self.head = nn.Linear(12, feature_dim)
+
+    def forward(self, x):
+        return self.head(self.backbone(x))
+
+
+def small_learner(recipe_: Recipe) -> Learner:
+    """The recipe's learner with a small network in place of the ResNet."""
+
+    def build(settings, group_rows, seed):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            network = SmallEncoder(group_rows, settings.feature_dim)
+        return network.to(working_dtype(settings))
+
+    with mock.patch("moco_ray.learner.build_encoder", build):
+        return Learner.new(recipe_)
+
+
+def run(
+    ranks: Ranks, recipe_: Recipe, state: dict | None = None, until: int | None = None, new=small_learner
+) -> tuple[Log, Learner]:
     """Train as `ranks` from the beginning or from `state`, to the end or to `until` completed steps."""
     torch.set_num_threads(1)
-    log, plan_, learner = Log(), plan(recipe_), Learner.new(recipe_)
+    log, plan_, learner = Log(), plan(recipe_), new(recipe_)
     if state is not None:
         learner.load_state_dict(state)
     rows = batches(plan_, ranks, learner.step)
@@ -127,8 +161,3 @@ def run(ranks: Ranks, recipe_: Recipe, state: dict | None = None, until: int | N
         assert until is not None and learner.step == until
     return log, learner
 
-
-def queue_of(keys: torch.Tensor) -> Queue:
-    queue = Queue(*keys.shape, seed=0, dtype=keys.dtype)
-    queue.keys.copy_(keys)
-    return queue
