@@ -30,6 +30,7 @@ ROWS_PER_ROW_GROUP = 128  # the unit that training reads
 ROWS_PER_SHARD = 50 * ROWS_PER_ROW_GROUP
 FORMAT_VERSION = 1
 SUMMARY = "summary.json"
+SHARD = "part-{}.parquet"
 
 INSTALLED = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package puts the files
 DEBIAN_PACKAGE = "dataset-fashion-mnist"
@@ -78,8 +79,8 @@ def fashion_mnist(target: Path, source: Path | None = None, validation_rows: int
     FashionMNIST/raw) is read, and nothing else is tried. Without, in this order: Debian's package as
     installed, the same package fetched with apt-get (no root needed), torchvision's download.
 
-    A whole `target` of the same arguments is left alone; an incomplete one is rebuilt; it is written
-    elsewhere and renamed, so it is whole or absent. The same pixels, labels and order come out everywhere;
+    A whole `target` of the same arguments is left alone; one that lost some of its shards is rebuilt. It is
+    written elsewhere and renamed, so it is whole or absent. The same pixels, labels and order come out everywhere;
     the PNG bytes depend on Pillow's zlib. Raises UserError that lists what was tried and why it failed.
     """
     identity = {"data": "fashion-mnist", "version": FORMAT_VERSION, "validation_rows": validation_rows}
@@ -332,7 +333,7 @@ def _write_once(
         for split in splits:
             _write_split(whole / split.name, split)
         summary = {
-            **identity,
+            "arguments": identity,
             "origin": origin,
             "classes": list(classes),
             "rows": {split.name: len(split.ids) for split in splits},
@@ -346,22 +347,26 @@ def _write_once(
 
 
 def _recognise(target: Path, identity: dict) -> dict | None:
-    """The summary of a whole target; None if it must be built. Raises UserError where building would destroy."""
+    """The summary of a whole target; None if it must be built. Raises UserError where building would destroy.
+
+    Only an empty folder, or one that holds a summary, its shards and nothing else, may be replaced: shards
+    without a summary may be somebody's own.
+    """
     if not target.exists():
         return None
     files = [path for path in target.rglob("*") if not path.is_dir()] if target.is_dir() else [target]
-    foreign = [path for path in files if path != target / SUMMARY and not path.match("*/part-?????.parquet")]
+    known = target / SUMMARY in files
+    foreign = [path for path in files if path != target / SUMMARY and not (known and path.match(SHARD.format("?????")))]
     if foreign:
         raise UserError(f"{foreign[0]} was not written by demo-data; choose an empty or new folder as the target")
     try:
         summary = json.loads((target / SUMMARY).read_text(encoding="utf-8"))
+        arguments = summary["arguments"]
         whole = all((target / name).stat().st_size == size for name, size in summary["bytes"].items())
     except (OSError, ValueError, KeyError):
         return None
-    other = {key: summary.get(key) for key in identity if summary.get(key) != identity[key]}
-    if whole and other:
-        wanted = {key: identity[key] for key in other}
-        raise UserError(f"{target} holds a data set with {other}, not {wanted}; delete it or choose another target")
+    if whole and arguments != identity:
+        raise UserError(f"{target} holds the data set of {arguments}, not {identity}; delete it or choose another target")
     return summary if whole else None
 
 
@@ -377,7 +382,7 @@ def _write_split(folder: Path, split: Split) -> None:
     for shard, start in enumerate(range(0, table.num_rows, ROWS_PER_SHARD)):
         pq.write_table(
             table.slice(start, ROWS_PER_SHARD),
-            folder / f"part-{shard:05d}.parquet",
+            folder / SHARD.format(f"{shard:05d}"),
             row_group_size=ROWS_PER_ROW_GROUP,
             compression="none",  # a PNG is compressed already
             use_dictionary=False,
