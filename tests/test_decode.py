@@ -225,7 +225,10 @@ def test_a_huge_declared_size_is_refused_before_any_pixel_is_decoded(data, monke
 
 
 def test_the_size_limit_is_the_last_size_that_passes():
-    for data in (JPEG, encoded(RGB, "PNG"), encoded(RGB, "WEBP"), encoded(RGB, "GIF"), encoded(RGB, "AVIF")):
+    extended_webp = encoded(photograph(60, 80, 4), "WEBP")
+    assert extended_webp[12:16] == b"VP8X"
+    stills = [encoded(RGB, file_format) for file_format in ("PNG", "WEBP", "GIF", "AVIF")]
+    for data in (JPEG, *stills, encoded(RGB, "WEBP", lossless=True), extended_webp):
         assert decode(data, 60 * 80).shape == (3, 60, 80)
         assert kind_of(data, limit=60 * 80 - 1) == "too large"
 
