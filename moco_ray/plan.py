@@ -88,3 +88,62 @@ class Plan:
     def efficiency(self, world: int) -> float:
         """Share of the workers' time that is used when groups cannot be dealt out evenly."""
         return self.groups / (world * math.ceil(self.groups / world))
+
+    def facts(self) -> dict[str, float | int | str]:
+        """The derived numbers, for the run folder and for show-plan."""
+        recipe = self.recipe
+        return {
+            "recipe_fingerprint": recipe.fingerprint(),
+            "rows": self.rows,
+            "steps_per_epoch": self.steps_per_epoch,
+            "dropped_rows_per_epoch": self.dropped_rows,
+            "total_steps": self.total_steps,
+            "epochs": self.epochs,
+            "bn_groups": self.groups,
+            "window_steps": self.window_steps,
+            "chance_loss": self.chance_loss,
+            "queue_turn_steps": recipe.contrast.queue_keys / self.keys_per_step,
+            "queue_turn_epochs": recipe.contrast.queue_keys / self.keys_per_step / self.steps_per_epoch,
+            "queue_bytes": recipe.contrast.queue_keys
+            * (recipe.encoder.feature_dim * (8 if recipe.encoder.precision == "float64" else 4) + 8),
+            "published_learning_rate": 0.03 * recipe.batch.global_batch_size / 256,
+        }
+
+    def checkpoint_bytes(self, encoder_parameters: int) -> int:
+        """Size of a checkpoint: both encoders and the SGD momentum, and the queue."""
+        width = 8 if self.recipe.encoder.precision == "float64" else 4
+        return 3 * encoder_parameters * width + int(self.facts()["queue_bytes"])
+
+    def warnings(self) -> list[str]:
+        """What a user should know before the run, one line each."""
+        recipe, facts, said = self.recipe, self.facts(), []
+        keys, turn = recipe.contrast.queue_keys, facts["queue_turn_epochs"]
+        if keys >= self.rows:
+            said.append(
+                f"contrast.queue_keys {keys} is not smaller than the data set's {self.rows} rows: an image's own older keys "
+                "are among its negatives; a queue below a tenth of the rows is usual"
+            )
+        elif turn > 0.5:
+            said.append(f"the queue turns over once in {turn:.2f} epochs: many of its keys are of the images just seen")
+        if self.total_steps < 2 * facts["queue_turn_steps"]:
+            said.append(
+                f"the run's {self.total_steps} steps fill the queue {self.total_steps / facts['queue_turn_steps']:.2f} times; "
+                "loss and accuracy mean little before it is full"
+            )
+        if self.groups == 1:
+            said.append("one BatchNorm group holds the whole batch: batch norm leaks, whatever the shuffle")
+        elif self.groups < 8:
+            said.append(
+                f"{self.groups} BatchNorm groups: statistics of a query's and its key's group correlate by 1/{self.groups}; the "
+                "published set-up has 8 groups"
+            )
+        if recipe.contrast.symmetric:
+            said.append(f"the symmetric form enqueues {self.keys_per_step} keys a step, which halves the age of the queue's keys")
+        if recipe.contrast.key_momentum < 0.99:
+            said.append(
+                f"contrast.key_momentum {recipe.contrast.key_momentum} lets queued keys go stale: the loss may look good while "
+                "the features stay poor; 0.999 is the published value, 0.99 suits small data sets"
+            )
+        if self.dropped_rows:
+            said.append(f"{self.dropped_rows} rows are left out of each epoch (rows mod global batch), others every epoch")
+        return said

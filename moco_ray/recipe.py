@@ -216,6 +216,15 @@ class Recipe(Section):
         except ValidationError as error:
             raise UserError(f"{source}: {_explain(error)}") from error
 
+    def at_absolute_paths(self) -> "Recipe":
+        """The same recipe with its local folders as absolute paths: workers run in another folder."""
+        values = self.model_dump()
+        for section, key in (("data", "uri"), ("evaluation", "bank_uri"), ("evaluation", "query_uri")):
+            place = values[section][key]
+            if place and "://" not in place:
+                values[section][key] = str(Path(place).absolute())
+        return Recipe.model_validate(values)
+
     def toml(self) -> str:
         """The resolved recipe as TOML, every value written out; `Recipe.parse` of it is equal."""
         lines = []

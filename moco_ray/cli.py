@@ -1,0 +1,157 @@
+"""The command line. Not here: what the commands do.
+
+A user's mistake is one line on standard error and exit code 2; anything else keeps its traceback.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from moco_ray.errors import UserError
+
+CPU_QUIET = {  # set before torch and Ray are imported: what they print is not for the user of this command
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "PYTHONWARNINGS": "ignore::FutureWarning",
+}
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(words)
+    # argparse takes no positional words after an option: the overrides among them come back as `rest`.
+    wrong = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
+    if wrong:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    if rest:
+        arguments.overrides += rest
+    for name, value in CPU_QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        arguments.run(arguments)
+    except UserError as error:
+        if arguments.debug:
+            raise
+        print(f"moco-ray: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("moco-ray: interrupted; `moco-ray resume RUN` goes on from the newest checkpoint", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moco-ray", description="Pre-train a vision backbone with Momentum Contrast on Ray, on your own unlabelled images."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run, about: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=about, description=about)
+        sub.add_argument("--debug", action="store_true", help="show tracebacks and Ray's own log")
+        sub.set_defaults(run=run)
+        return sub
+
+    pretrain = command("pretrain", _pretrain, "start a run")
+    _recipe_arguments(pretrain)
+    pretrain.add_argument("--workers", type=int, default=1, help="Ray Train workers, at most one for each BatchNorm group (1)")
+    pretrain.add_argument("--storage", default="runs", help="folder that holds the run folders; on a cluster a shared one (runs)")
+    pretrain.add_argument("--name", help="name of the run folder (the recipe's file name)")
+
+    resume = command("resume", _resume, "go on from a run's newest checkpoint, with any number of workers")
+    resume.add_argument("folder", metavar="RUN", help="run folder: storage/name")
+    resume.add_argument("--workers", type=int, default=1, help="Ray Train workers (1)")
+    resume.add_argument("--data", metavar="URI", help="the same images at another place: data.uri")
+    resume.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="run.* (but the seed), evaluation.* and data.uri may change")
+
+    plan = command("show-plan", _show_plan, "print what a recipe means: steps, groups, rates, memory, warnings")
+    _recipe_arguments(plan)
+    plan.add_argument("--rows", type=int, help="number of images, where no data set is given")
+    plan.add_argument("--workers", type=int, default=1, help="for the efficiency of this many workers (1)")
+
+    demo = command("demo-data", _demo_data, "fetch Fashion-MNIST, or draw the generated set, as Parquet shards")
+    demo.add_argument("target", help="folder to write train/, validation/ and test/ into")
+    demo.add_argument("--source", help="folder with Fashion-MNIST's four idx files, instead of looking for them")
+    demo.add_argument("--drawn", action="store_true", help="draw the small generated set instead")
+
+    evaluate = command("evaluate", _evaluate, "compare a run's backbone with raw pixels and the untrained encoder by kNN")
+    evaluate.add_argument("folder", metavar="RUN", help="run folder: storage/name")
+    evaluate.add_argument("--bank", metavar="URI", help="labelled images to look neighbours up in (the recipe's evaluation.bank_uri)")
+    evaluate.add_argument("--queries", metavar="URI", help="labelled images to classify (the recipe's evaluation.query_uri)")
+    return parser
+
+
+def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="TOML file, for example jobs/moco_v2_imagenet.toml")
+    parser.add_argument("--data", metavar="URI", help="short for data.uri=URI")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for example optimizer.learning_rate=0.06")
+
+
+def _read_recipe(arguments: argparse.Namespace):
+    from moco_ray.recipe import Recipe
+
+    return Recipe.read(arguments.recipe, _overrides(arguments))
+
+
+def _overrides(arguments: argparse.Namespace) -> list[str]:
+    return arguments.overrides + ([f"data.uri={arguments.data}"] if arguments.data else [])
+
+
+def _pretrain(arguments: argparse.Namespace) -> None:
+    from moco_ray.run_folder import RunFolder
+
+    recipe = _read_recipe(arguments)
+    folder = RunFolder.at(arguments.storage, arguments.name or Path(arguments.recipe).stem)
+    from moco_ray import launch  # takes seconds to import, so mistakes in the recipe are told before
+
+    _say(f"run folder: {folder.path}", f"watch it:   tensorboard --logdir {folder.tensorboard}")
+    launch.pretrain(recipe, folder, arguments.workers, arguments.debug)
+    _finished(folder)
+
+
+def _resume(arguments: argparse.Namespace) -> None:
+    from moco_ray.checkpoint import newest, step_of
+    from moco_ray.run_folder import RunFolder
+
+    folder = RunFolder.existing(arguments.folder)
+    last = newest(folder.checkpoints)
+    where = f"step {step_of(last)}" if last else "step 0: no checkpoint was written before the run stopped"
+    _say(f"resuming {folder.path} from {where}", f"watch it:   tensorboard --logdir {folder.tensorboard}")
+    from moco_ray import launch
+
+    launch.resume(folder, arguments.workers, _overrides(arguments), arguments.debug)
+    _finished(folder)
+
+
+def _finished(folder) -> None:
+    _say(f"finished. checkpoints: {folder.checkpoints}", f"curves:     {folder.curves}")
+
+
+def _show_plan(arguments: argparse.Namespace) -> None:
+    from moco_ray.show_plan import describe
+
+    print(describe(_read_recipe(arguments), arguments.rows, arguments.workers))
+
+
+def _demo_data(arguments: argparse.Namespace) -> None:
+    from moco_ray.data import demo
+
+    target = Path(arguments.target)
+    if arguments.drawn:
+        summary = demo.drawn_prototypes(target)
+    else:
+        summary = demo.fashion_mnist(target, Path(arguments.source) if arguments.source else None)
+    _say(f"{target}: {summary}")
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    from moco_ray.evaluate_run import evaluate_run
+    from moco_ray.run_folder import RunFolder
+
+    print(evaluate_run(RunFolder.existing(arguments.folder), arguments.bank, arguments.queries, arguments.debug))
+
+
+def _say(*lines: str) -> None:
+    print(*lines, sep="\n", flush=True)

@@ -1,0 +1,133 @@
+"""Features of the query backbone on labelled sets, and the kNN accuracy that is watched while training.
+
+Responsible for the labelled sets, for running the backbone over them (spread over the ranks) and for putting
+the result together. It never touches queue or key encoder. Not responsible for the vote (knn.py) nor for
+reading and cropping images (data/stream.py).
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moco_ray.data.augment import normalise
+from moco_ray.data.shards import Manifest, build_manifest
+from moco_ray.data.stream import labelled_images
+from moco_ray.errors import UserError
+from moco_ray.evaluate.knn import knn_predict
+from moco_ray.method.encoder import Encoder, autocast, working_dtype
+from moco_ray.ranks import Ranks
+from moco_ray.recipe import Recipe
+
+BATCH_ROWS = 256
+_TAG = 0xE5  # keeps the choice of rows apart from other draws of the seed
+
+Describe = Callable[[Tensor], Tensor]  # uint8 crops N,P,P,3 -> N,D features
+log = logging.getLogger("moco_ray")
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledSet:
+    """Some rows of a labelled data set."""
+
+    manifest: Manifest
+    rows: np.ndarray  # M int64, rising
+
+    @classmethod
+    def read(cls, uri: str, wanted: int, recipe: Recipe) -> "LabelledSet":
+        """All rows of the set, or `wanted` of them drawn from the seed. Raises UserError if it cannot be read."""
+        manifest = build_manifest(uri, recipe.data.image_column)
+        rows = np.arange(manifest.rows)
+        if 0 < wanted < manifest.rows:
+            rows = np.sort(np.random.default_rng([_TAG, recipe.run.seed]).choice(manifest.rows, wanted, replace=False))
+        return cls(manifest, rows)
+
+
+def labelled_sets(recipe: Recipe, all_rows: bool = False) -> tuple[LabelledSet, LabelledSet]:
+    """Bank and queries of `recipe.evaluation`. Raises UserError if k is larger than the bank or classes differ."""
+    settings = recipe.evaluation
+    bank = LabelledSet.read(settings.bank_uri, 0 if all_rows else settings.bank_rows, recipe)
+    queries = LabelledSet.read(settings.query_uri, 0 if all_rows else settings.query_rows, recipe)
+    if settings.neighbours > len(bank.rows):
+        raise UserError(
+            f"evaluation.neighbours {settings.neighbours} is more than the {len(bank.rows)} rows of the bank "
+            f"{settings.bank_uri}; lower it or take more rows"
+        )
+    if bank.manifest.classes != queries.manifest.classes:
+        raise UserError(
+            f"{settings.bank_uri} and {settings.query_uri} have different class folders, so their labels do not compare; "
+            "give both sets the same folders"
+        )
+    return bank, queries
+
+
+def backbone_of(encoder: Encoder, recipe: Recipe, device: torch.device) -> Describe:
+    """The product of a run as a function: the backbone in evaluation mode, without the projection head."""
+    layout = torch.channels_last if recipe.run.memory_format == "channels_last" else torch.contiguous_format
+
+    def describe(crops: Tensor) -> Tensor:
+        x = normalise(crops.to(device), recipe.augment, working_dtype(recipe.encoder))
+        with torch.no_grad(), autocast(recipe.encoder, device):
+            return encoder.backbone(x.contiguous(memory_format=layout)).float()
+
+    return describe
+
+
+def raw_pixels(crops: Tensor) -> Tensor:
+    """The baseline that needs no network: N,D float32 in 0..1; one channel where all three are equal (grey)."""
+    grey = bool((crops[..., 0] == crops[..., 1]).all() and (crops[..., 0] == crops[..., 2]).all())
+    return (crops[..., :1] if grey else crops).flatten(1).float() / 255
+
+
+def describe_set(
+    labelled: LabelledSet, descriptions: dict[str, Describe], recipe: Recipe, ranks: Ranks
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Features M,D under each description, and labels M int64, of all ranks' rows in order, on every rank.
+
+    Each rank reads and describes its own share of the rows. Images that cannot be decoded are left out, and said.
+    """
+    share = np.array_split(labelled.rows, ranks.world)[ranks.rank]
+    parts: dict[str, list[Tensor]] = {name: [] for name in descriptions}
+    labels, bad = [torch.zeros(0, dtype=torch.int64)], []
+    for batch in labelled_images(labelled.manifest, recipe, share, BATCH_ROWS):
+        bad += batch.bad
+        labels.append(batch.labels.clone())
+        for name, describe in descriptions.items():
+            parts[name].append(describe(batch.crops) if len(batch.crops) else None)
+    if bad:
+        log.warning("%d labelled images could not be read and are left out; the first: %s", len(bad), bad[0].source)
+    own = torch.cat(labels).to(ranks.device)
+    counts = ranks.gather_objects(len(own))
+    if sum(counts) == 0:
+        raise UserError(f"no image of {labelled.manifest.root} could be read")
+    features = {}
+    for name, blocks in parts.items():
+        blocks = [block for block in blocks if block is not None]
+        width = max(ranks.gather_objects(blocks[0].shape[1] if blocks else 0))
+        mine = torch.cat(blocks).to(ranks.device) if blocks else torch.zeros(0, width, device=ranks.device)
+        features[name] = ranks.gather(mine, counts)
+    return features, ranks.gather(own, counts)
+
+
+def watch_knn(encoder: Encoder, sets: tuple[LabelledSet, LabelledSet], recipe: Recipe, ranks: Ranks) -> dict[str, float]:
+    """{"knn_top1": share of queries whose class the k nearest backbone features name}. Collective.
+
+    The encoder is in evaluation mode meanwhile, and in training mode again afterwards.
+    """
+    encoder.eval()
+    try:
+        describe = {"backbone": backbone_of(encoder, recipe, ranks.device)}
+        bank, bank_labels = describe_set(sets[0], describe, recipe, ranks)
+        queries, labels = describe_set(sets[1], describe, recipe, ranks)
+    finally:
+        encoder.train()
+    own = np.array_split(np.arange(len(labels)), ranks.world)[ranks.rank]
+    settings = recipe.evaluation
+    predicted = knn_predict(
+        bank["backbone"], bank_labels, queries["backbone"][own], [settings.neighbours], settings.temperature
+    )[0]
+    right = ranks.sum((predicted == labels[own]).sum().double()[None])
+    return {"knn_top1": float(right) / len(labels)}

@@ -1,0 +1,49 @@
+"""`moco-ray evaluate RUN`: raw pixels, the untrained and the trained encoder, judged by the same neighbours."""
+
+import json
+
+import torch
+
+from moco_ray import checkpoint
+from moco_ray.errors import UserError
+from moco_ray.evaluate.features import backbone_of, describe_set, labelled_sets, raw_pixels
+from moco_ray.evaluate.table import as_json, as_markdown, as_text, compare
+from moco_ray.launch import ray_session
+from moco_ray.learner import Learner
+from moco_ray.ranks import Ranks
+from moco_ray.recipe import Recipe
+from moco_ray.run_folder import RunFolder
+
+
+def evaluate_run(folder: RunFolder, bank_uri: str | None, query_uri: str | None, debug: bool = False) -> str:
+    """The table as text; also written into the run folder as evaluation.json and evaluation.md.
+
+    Uses all rows of both sets, this process's device and Ray for reading. Raises UserError if the run has no
+    checkpoint or no labelled sets are named.
+    """
+    overrides = [f"evaluation.{key}={uri}" for key, uri in (("bank_uri", bank_uri), ("query_uri", query_uri)) if uri]
+    recipe = Recipe.read(folder.recipe, overrides)
+    if not recipe.evaluation.bank_uri:
+        raise UserError("no labelled sets: give --bank FOLDER and --queries FOLDER")
+    last = checkpoint.newest(folder.checkpoints)
+    if last is None:
+        raise UserError(f"{folder.path} has no checkpoint yet; wait for the first, or finish the run with `moco-ray resume`")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    untrained, trained = Learner.new(recipe, device), Learner.new(recipe, device)
+    trained.load_state_dict(checkpoint.load(last)[0])
+    descriptions = {
+        "raw pixels": raw_pixels,
+        "untrained encoder": backbone_of(untrained.f_q.eval(), recipe, device),
+        "trained encoder": backbone_of(trained.f_q.eval(), recipe, device),
+    }
+    sets = labelled_sets(recipe, all_rows=True)
+    with ray_session(1, debug):
+        bank, bank_labels = describe_set(sets[0], descriptions, recipe, Ranks(device=device))
+        queries, query_labels = describe_set(sets[1], descriptions, recipe, Ranks(device=device))
+    rows = compare({name: (bank[name], queries[name]) for name in descriptions}, bank_labels, query_labels)
+    about = f"features of the backbone, step {trained.step}; {len(query_labels)} queries, bank of {len(bank_labels)}"
+    (folder.path / "evaluation.json").write_text(
+        json.dumps({"about": about, "checkpoint": last.name, "step": trained.step, "rows": as_json(rows)}, indent=1)
+    )
+    (folder.path / "evaluation.md").write_text(f"{as_markdown(rows)}\n\n{about}\n")
+    return f"{as_text(rows)}\n({about})"

@@ -1,0 +1,259 @@
+"""Runs the loop under Ray Train: the only place that knows ray.train.
+
+Responsible for the driver (checks before Ray starts, a local Ray or the cluster, the trainer, the progress bar) and for
+the worker's function that puts ranks, data, learner and outputs together. Not responsible for what a step does.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import ray.train.torch
+import torch
+
+from moco_ray import checkpoint
+from moco_ray.data.shards import Manifest, build_manifest
+from moco_ray.data.stream import batches
+from moco_ray.errors import UserError
+from moco_ray.evaluate.curves import draw_curves
+from moco_ray.evaluate.features import labelled_sets, watch_knn
+from moco_ray.learner import Learner
+from moco_ray.monitor import Monitor
+from moco_ray.plan import Plan
+from moco_ray.progress import Progress
+from moco_ray.ranks import Ranks
+from moco_ray.recipe import Recipe
+from moco_ray.run_folder import RunFolder
+from moco_ray.train import Outputs, train
+
+SPARE_CPUS = 2  # for the data tasks of a local Ray; they share the cores with the workers
+POLL_SECONDS = 0.5
+
+
+@ray.remote(num_cpus=0)
+class Board:
+    """Carries entries from rank 0 to the driver's progress bar, wherever the two run."""
+
+    def __init__(self):
+        self._entries: list[dict[str, Any]] = []
+
+    def tell(self, entry: dict[str, Any]) -> None:
+        self._entries.append(entry)
+
+    def take(self) -> list[dict[str, Any]]:
+        entries, self._entries = self._entries, []
+        return entries
+
+
+def pretrain(recipe: Recipe, folder: RunFolder, workers: int, debug: bool = False) -> RunFolder:
+    """Start a new run and carry it to its end. Raises UserError for all that a user can cure."""
+    recipe = recipe.at_absolute_paths()
+    manifest, plan = survey(recipe)
+    plan.refuse_world(workers)
+    folder.refuse_if_taken(recipe)
+    folder.create(recipe, plan, manifest)
+    _carry(recipe, plan, folder, workers, debug)
+    return folder
+
+
+def resume(folder: RunFolder, workers: int, overrides: list[str], debug: bool = False) -> RunFolder:
+    """Carry a run on from its newest checkpoint, with any number of workers from one to its BN groups."""
+    started = Recipe.read(folder.recipe)
+    recipe = Recipe.read(folder.recipe, overrides).at_absolute_paths()
+    if recipe.fingerprint() != started.fingerprint():
+        raise UserError(
+            f"a resumed run must compute the same; this would change {'; '.join(recipe.differences(started))}. Start a new run "
+            "for that (what may change: run.* but the seed, evaluation.*, data.uri)"
+        )
+    manifest, plan = survey(recipe)
+    plan.refuse_world(workers)
+    held = Manifest.load(folder.manifest)
+    last = checkpoint.newest(folder.checkpoints)
+    if held.fingerprint != manifest.fingerprint:
+        raise UserError(
+            f"the data at {recipe.data.uri} is not what the run began with ({manifest.rows} rows, {held.rows} then; fingerprint "
+            f"{manifest.fingerprint}, {held.fingerprint} then); bring it back, or start a new run"
+        )
+    if last and checkpoint.step_of(last) >= plan.total_steps:
+        raise UserError(f"{folder.path} is finished: all {plan.total_steps} steps are done")
+    folder.recipe.write_text(recipe.toml())
+    manifest.save(folder.manifest)  # its address may be another one
+    _carry(recipe, plan, folder, workers, debug)
+    return folder
+
+
+def survey(recipe: Recipe) -> tuple[Manifest, Plan]:
+    """The data set and what follows from it. Raises UserError before anything is started."""
+    if not recipe.data.uri:
+        raise UserError("no data set: give --data FOLDER, or data.uri in the recipe")
+    manifest = build_manifest(recipe.data.uri, recipe.data.image_column)
+    plan = Plan(recipe, manifest.rows)
+    if recipe.evaluation.bank_uri:
+        labelled_sets(recipe)
+    return manifest, plan
+
+
+def _carry(recipe: Recipe, plan: Plan, folder: RunFolder, workers: int, debug: bool) -> None:
+    with ray_session(workers, debug) as (cpus, gpus):
+        board = Board.remote()
+        last = checkpoint.newest(folder.checkpoints)
+        progress = Progress(plan.total_steps, plan.epochs, checkpoint.step_of(last) if last else 0)
+        stop = threading.Event()
+        watcher = threading.Thread(target=_watch, args=(board, progress, stop), daemon=True)
+        watcher.start()
+        trainer = ray.train.torch.TorchTrainer(
+            _worker,
+            train_loop_config={"run": str(folder.path), "board": board, "threads": cpus},
+            scaling_config=ray.train.ScalingConfig(
+                num_workers=workers, use_gpu=gpus > 0, resources_per_worker={"CPU": cpus, **({"GPU": 1} if gpus else {})}
+            ),
+            torch_config=ray.train.torch.TorchConfig(timeout_s=600),
+            run_config=ray.train.RunConfig(
+                # Ray's own bookkeeping; a name used once, for Ray takes up an old one without being asked.
+                name=f"attempt-{time.strftime('%Y%m%dT%H%M%S')}",
+                storage_path=str(folder.path / "ray"),
+                logging_config=ray.train.LoggingConfig(log_level="INFO" if debug else "CRITICAL"),
+                worker_runtime_env={"env_vars": {"RAY_CHDIR_TO_TRIAL_DIR": "0"}},
+            ),
+        )
+        try:
+            trainer.fit()
+        except ray.train.TrainingFailedError as error:
+            raise _cause(error) from error
+        finally:
+            stop.set()
+            watcher.join()
+            progress.close()
+    draw_curves(folder.metrics, folder.curves, folder.path.name)
+
+
+def _worker(config: dict[str, Any]) -> None:
+    """One rank of a run: what Ray Train calls in each of its processes."""
+    folder = RunFolder(Path(config["run"]))
+    device = ray.train.torch.get_device()
+    if device.type == "cpu":
+        torch.set_num_threads(config["threads"])
+    ranks = Ranks.current(device)
+    recipe, manifest = Recipe.read(folder.recipe), Manifest.load(folder.manifest)
+    plan, learner = Plan(recipe, manifest.rows), Learner.new(recipe, device)
+    about = {"recipe_fingerprint": recipe.fingerprint(), "data_fingerprint": manifest.fingerprint}
+    restore(learner, folder, about, ranks)
+
+    def tell(entry: dict[str, Any]) -> None:
+        config["board"].tell.remote(entry)
+
+    monitor = Monitor(folder.path, plan, ranks, learner.step, tell)
+    sets = labelled_sets(recipe) if recipe.evaluation.bank_uri else None
+
+    def save(learner: Learner) -> None:
+        with monitor.paused():
+            monitor.flush()
+            save_on_first(learner, folder, about, recipe, ranks)
+
+    def evaluate(learner: Learner) -> dict[str, float]:
+        with monitor.paused():
+            return watch_knn(learner.f_q, sets, recipe, ranks)
+
+    rows = batches(manifest, recipe, plan, ranks.world, ranks.rank, learner.step)
+    if device.type != "cpu":
+        rows = (batch._replace(crops=batch.crops.to(device)) for batch in rows)
+    try:
+        train(learner, monitor.timed(rows), plan, ranks, Outputs(monitor.record, save, evaluate))
+    finally:
+        monitor.close()
+
+
+def restore(learner: Learner, folder: RunFolder, about: dict[str, str], ranks: Ranks) -> None:
+    """Load the newest checkpoint, if there is one, and see that all ranks stand at the same point. Collective."""
+    last = checkpoint.newest(folder.checkpoints)
+    if last is not None:
+        state, held = checkpoint.load(last)
+        checkpoint.refuse_other(last, held, about["recipe_fingerprint"], about["data_fingerprint"])
+        learner.load_state_dict(state)
+    start = torch.cat([learner.queue.fingerprint(), learner.queue.fingerprint().new_tensor([learner.step])])
+    if not ranks.same_on_all(start):
+        raise UserError(
+            f"the workers do not see the same checkpoints in {folder.checkpoints}; the storage must be one that all nodes share"
+        )
+
+
+def save_on_first(learner: Learner, folder: RunFolder, about: dict[str, str], recipe: Recipe, ranks: Ranks) -> None:
+    """Rank 0 writes the checkpoint; a failure is raised on every rank, so that none waits for the others. Collective."""
+    if not ranks.same_on_all(learner.queue.fingerprint()):
+        raise RuntimeError(f"the queue differs between ranks at step {learner.step}; this is a fault in moco_ray, or in memory")
+    failure = None
+    if ranks.is_first:
+        try:
+            checkpoint.save(folder.checkpoints, learner.step, learner.state_dict(), about, recipe.run.keep_checkpoints)
+        except UserError as error:
+            failure = error
+    failure = ranks.gather_objects(failure)[0]
+    if failure is not None:
+        raise failure
+
+
+@contextlib.contextmanager
+def ray_session(workers: int, debug: bool = False):
+    """A Ray with room for the workers and their data tasks; yields (CPUs of a worker, GPUs in all).
+
+    The cluster where there is one (RAY_ADDRESS, or inside `ray job submit`); otherwise a local Ray, which is
+    stopped again. Its logical CPUs are more than the cores: the data tasks share them with the workers.
+    """
+    logging.getLogger("ray").setLevel(logging.INFO if debug else logging.ERROR)
+    common = {"log_to_driver": debug, "logging_level": "INFO" if debug else "ERROR", "ignore_reinit_error": True}
+    ours = not ray.is_initialized()
+    if ours and os.environ.get("RAY_ADDRESS"):
+        ray.init(**common)
+    elif ours:
+        each = max(1, (os.cpu_count() or 1) // workers)
+        ray.init("local", num_cpus=workers * each + max(SPARE_CPUS, workers), include_dashboard=False, **common)
+    try:
+        total = ray.cluster_resources()
+        gpus = int(total.get("GPU", 0)) if torch.cuda.is_available() or total.get("GPU") else 0
+        cpus = int(total.get("CPU", 0))
+        each = max(1, (cpus - max(SPARE_CPUS, workers)) // workers) if not gpus else 1
+        if cpus < workers * each + 1:
+            raise UserError(
+                f"the Ray cluster has {cpus} CPUs: {workers} workers of {each} leave none for reading data, and the run would wait "
+                "for ever; use fewer --workers, or a cluster with more CPUs"
+            )
+        if 0 < gpus < workers:
+            raise UserError(f"the Ray cluster has {gpus} GPUs for {workers} workers; use at most {gpus} --workers")
+        yield each, gpus
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+def _watch(board, progress: Progress, stop: threading.Event) -> None:
+    while True:
+        last_round = stop.is_set()
+        try:
+            for entry in ray.get(board.take.remote(), timeout=10):
+                progress.show(entry)
+        except (ray.exceptions.RayError, TimeoutError):
+            pass  # the bar is a comfort; the run's own errors arrive through the trainer
+        if last_round:
+            return
+        stop.wait(POLL_SECONDS)
+
+
+def _cause(error: ray.train.TrainingFailedError) -> Exception:
+    """The user's error inside what Ray raises, or Ray's error itself."""
+    failures = getattr(error, "worker_failures", {}) or {}
+    for failure in failures.values():
+        seen: BaseException | None = failure
+        while seen is not None:
+            if isinstance(seen, UserError):
+                return type(seen)(str(seen.args[0]).strip()) if seen.args else seen
+            seen = getattr(seen, "cause", None) or seen.__cause__
+    return error
+
+

@@ -1,0 +1,62 @@
+"""The progress of a run as a person at a terminal sees it. Not here: where the numbers come from."""
+
+import sys
+import time
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from moco_ray.monitor import duration
+
+LINE_SECONDS = 15.0  # between two lines where the output is no terminal
+
+
+class Progress:
+    """A bar on a terminal; elsewhere (a job's log) a line now and then. Fed with entries of metrics.jsonl."""
+
+    def __init__(self, total_steps: int, epochs: float, start_step: int, out: TextIO = sys.stderr):
+        self._total, self._epochs, self._start, self._out = total_steps, epochs, start_step, out
+        self._began, self._last_line, self._knn = time.monotonic(), 0.0, ""
+        self._bar = None
+        if out.isatty():
+            shape = "{desc} {percentage:3.0f}%|{bar}| {postfix}"
+            self._bar = tqdm(total=total_steps, initial=start_step, file=out, bar_format=shape, dynamic_ncols=True)
+            self._bar.set_description_str(f"step {start_step}/{total_steps}")
+            self._bar.set_postfix_str("starting workers")
+
+    def show(self, entry: dict[str, Any]) -> None:
+        """One entry: training scalars, or an evaluation, which stays on show."""
+        if "knn_top1" in entry:
+            self._knn = f" · kNN {entry['knn_top1']:.1%}"
+            self._write(f"step {entry['step']}: kNN {entry['knn_top1']:.1%} top-1 (features of the backbone)")
+        if "loss" not in entry:
+            return
+        where = f"epoch {entry['epoch']:.2f}/{self._epochs:.4g} · step {entry['step']}/{self._total}"
+        state = (
+            f"loss {entry['loss']:.3f} (chance {entry['chance_loss']:.2f}) · {entry['images_per_second']:.0f} img/s · "
+            f"input wait {entry['input_wait_share']:.0%} · {duration(self._left(entry['step']))} left{self._knn}"
+        )
+        if entry.get("queue_fill", 1.0) < 1.0:
+            state += f" · queue {entry['queue_fill']:.0%} full"
+        if self._bar is not None:
+            self._bar.set_description_str(where)
+            self._bar.set_postfix_str(state, refresh=False)
+            self._bar.update(entry["step"] - self._bar.n)
+            self._bar.refresh()
+        elif time.monotonic() - self._last_line > LINE_SECONDS or entry["step"] == self._total:
+            self._last_line = time.monotonic()
+            self._write(f"{where} · {state}")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def _left(self, step: int) -> float:
+        done = step - self._start
+        return (time.monotonic() - self._began) / done * (self._total - step) if done > 0 else float("inf")
+
+    def _write(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.write(line, file=self._out)
+        else:
+            print(line, file=self._out, flush=True)
