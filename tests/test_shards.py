@@ -205,7 +205,7 @@ def test_labels_that_are_missing_or_no_integers_are_an_error(shards, tmp_path):
 
 
 def test_shards_sorted_by_class_are_warned_of_and_shuffled_or_unlabelled_ones_are_not(tmp_path):
-    kinds = {"sorted": [i // 8 for i in range(32)], "mixed": [i % 4 for i in range(32)], "one": [7] * 32}
+    kinds = {"sorted": [i // 8 for i in range(32)], "mixed": [i * 7 % 10 for i in range(32)], "one": [7] * 32}
     for name, labels in kinds.items():
         write_shard(tmp_path / name / "a.parquet", range(32), row_group_size=8, label=labels)
     write_shard(tmp_path / "bare" / "a.parquet", range(32))

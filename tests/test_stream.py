@@ -1,12 +1,13 @@
 """The ordered stream of decoded rows, on a local Ray, against a slow reading of the rules in this process.
 
-Three logical CPUs: two ranks as actors hold one each, as Train's workers do, so their two pipelines share the third.
+Three logical CPUs: where two ranks run, two are reserved as Train's workers do, so their pipelines share the third.
 """
 
 import io
 import os
 import shutil
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
@@ -28,8 +29,9 @@ from moco_ray.errors import UserError
 from moco_ray.plan import Plan
 from moco_ray.recipe import Recipe
 
-ROWS, STEPS = 1700, 9  # 6 steps of 256 an epoch and 164 rows left out; the run ends in the second epoch
-BAD = {100: b"no image at all", 101: b"\x89PNG\r\n\x1a\n", 1500: b""}
+# 10 steps of 256 an epoch in windows of 8 and 2, and 140 rows left out; the run ends in the second epoch
+ROWS, STEPS = 2700, 13
+BAD = {100: b"no image at all", 1500: b""} | {row: b"\x89PNG\r\n\x1a\n" for row in range(50, 2700, 150)}
 
 
 def picture(number: int) -> bytes:
@@ -52,12 +54,12 @@ def cluster():
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """`good`, `damaged` (three images of the same rows damaged): Parquet; `tree`: 600 files in three classes."""
+    """`good`, `damaged` (some images of the same rows damaged): Parquet; `tree`: 600 files in three classes."""
     root = tmp_path_factory.mktemp("data")
     images = [picture(i) for i in range(ROWS)]
     for name, bad in {"good": {}, "damaged": BAD}.items():
         (root / name).mkdir()
-        for shard, first in enumerate(range(0, ROWS, 500)):  # shards of 500 and 200 rows
+        for shard, first in enumerate(range(0, ROWS, 500)):  # shards of 500 and of 200 rows
             numbers = range(first, min(first + 500, ROWS))
             table = pa.table({"image": [bad.get(i, images[i]) for i in numbers], "label": [i % 10 for i in numbers]})
             pq.write_table(table, root / name / f"{shard}.parquet", row_group_size=37)
@@ -117,12 +119,12 @@ def streamed(source: Source, world: int, rank: int, start: int) -> list:
     return [(b.epoch, b.crops.numpy().copy(), b.positions.numpy().copy(), b.rows.numpy().copy(), b.bad) for b in found]
 
 
-@ray.remote(num_cpus=1, max_restarts=0)
-class Rank:
-    """Holds a CPU and runs a pipeline of its own, as a Train worker does."""
+@ray.remote(num_cpus=2)
+class Reserved:
+    """Holds two CPUs, as two Train workers do. Not the workers themselves: each would import torch for seconds."""
 
-    def streamed(self, *arguments):
-        return streamed(*arguments)
+    def ready(self) -> None:
+        pass
 
 
 def assert_is_the_run(source: Source, ranks: list[list], start: int) -> None:
@@ -145,7 +147,7 @@ def test_one_rank_streams_the_run_and_a_damaged_image_is_replaced_and_listed(clu
     ranks = [streamed(source, 1, 0, 0)]
     assert_is_the_run(source, ranks, 0)
     bad = [one for batch in ranks[0] for one in batch[4]]
-    assert {one.row for one in bad} == set(BAD), "each damaged row had its turn"
+    assert {one.row for one in bad} <= set(BAD) and len(bad) >= len(BAD)
     assert {(one.row, one.kind) for one in bad} >= {(100, "not an image"), (1500, "empty")}
     assert {one.source for one in bad if one.row == 1500} == {"3.parquet row group 0 row 0"}
 
@@ -164,12 +166,14 @@ def test_a_damaged_image_changes_its_own_row_and_nothing_else(folder):
 
 def test_two_ranks_with_one_spare_cpu_resume_within_a_window_what_another_world_began(cluster, folder):
     source = source_of(folder / "damaged")
-    actors = [Rank.remote() for _ in range(2)]
-    for start in (3, 7):  # within the first window and epoch, and in the second epoch
-        tasks = [actor.streamed.remote(source, 2, rank, start) for rank, actor in enumerate(actors)]
-        assert_is_the_run(source, ray.get(tasks, timeout=120), start)
-    for actor in actors:
-        ray.kill(actor)
+    workers = Reserved.remote()
+    ray.get(workers.ready.remote())
+    assert ray.available_resources()["CPU"] == 1
+    for start in (3, 9):  # within the first window, and within the second
+        with ThreadPoolExecutor(2) as threads:
+            ranks = list(threads.map(lambda rank, start=start: streamed(source, 2, rank, start), range(2), timeout=300))
+        assert_is_the_run(source, ranks, start)
+    ray.kill(workers)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -209,7 +213,7 @@ def test_a_batch_is_a_block_in_shared_memory_and_not_a_copy(cluster, folder, mon
 def test_labelled_images_come_in_the_order_asked_for_without_the_damaged_ones(cluster, folder):
     source = source_of(folder / "damaged", evaluation={"resize_pixels": 10})
     rows = np.random.default_rng(0).permutation(ROWS)[:1200]
-    rows = np.concatenate([rows[~np.isin(rows, list(BAD))], [100, 1500]])
+    rows = np.concatenate([rows[~np.isin(rows, list(BAD))], [100, 1500]])  # the damaged ones last
     found = list(stream.labelled_images(source.manifest, source.recipe, rows, 100))
     assert np.concatenate([batch.rows for batch in found]).tolist() == rows[:-2].tolist()
     assert np.concatenate([batch.labels for batch in found]).tolist() == (rows[:-2] % 10).tolist()
