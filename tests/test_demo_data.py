@@ -163,6 +163,9 @@ def test_a_target_with_other_files_or_other_arguments_is_not_touched(source, tmp
     with pytest.raises(UserError, match="'validation_rows': 100.*not.*99"):
         fashion_mnist(tmp_path / "out", source, VALIDATION_ROWS - 1)
     assert content(tmp_path / "out") == before
+    (tmp_path / "out" / "summary.json").write_text('{"images": 500}')  # somebody else's
+    with pytest.raises(UserError, match="summary.json was not written by demo-data"):
+        fashion_mnist(tmp_path / "out", source, VALIDATION_ROWS)
     (tmp_path / "out" / "summary.json").unlink()  # shards without a summary may be somebody's own
     with pytest.raises(UserError, match="was not written by demo-data"):
         fashion_mnist(tmp_path / "out", source, VALIDATION_ROWS)

@@ -99,7 +99,7 @@ def _fashion_splits(arrays: dict[str, np.ndarray], validation_rows: int) -> list
     images, labels = arrays["train-images-idx3-ubyte"], arrays["train-labels-idx1-ubyte"]
     if not 0 < validation_rows < len(labels):
         raise UserError(
-            f"validation_rows {validation_rows} leaves nothing for training or validation; choose 1 to {len(labels) - 1}"
+            f"validation_rows {validation_rows} leaves no rows to train or validate on; choose 1 to {len(labels) - 1}"
         )
     order = _shuffled(len(labels), FASHION_SEED)
     train, validation = order[:-validation_rows], order[-validation_rows:]
@@ -361,12 +361,16 @@ def _recognise(target: Path, identity: dict) -> dict | None:
         raise UserError(f"{foreign[0]} was not written by demo-data; choose an empty or new folder as the target")
     try:
         summary = json.loads((target / SUMMARY).read_text(encoding="utf-8"))
-        arguments = summary["arguments"]
-        whole = all((target / name).stat().st_size == size for name, size in summary["bytes"].items())
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError):  # none, or a cut one
         return None
-    if whole and arguments != identity:
-        raise UserError(f"{target} holds the data set of {arguments}, not {identity}; delete it or choose another target")
+    if not isinstance(summary, dict) or not {"arguments", "bytes"} <= summary.keys():
+        raise UserError(f"{target / SUMMARY} was not written by demo-data; choose an empty or new folder as the target")
+    shards = {name: target / name for name in summary["bytes"]}
+    whole = all(path.is_file() and path.stat().st_size == summary["bytes"][name] for name, path in shards.items())
+    if whole and summary["arguments"] != identity:
+        raise UserError(
+            f"{target} holds the data set of {summary['arguments']}, not {identity}; delete it or choose another target"
+        )
     return summary if whole else None
 
 
