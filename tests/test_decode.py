@@ -363,6 +363,14 @@ def test_resizing_only_the_middle_of_a_long_image_changes_no_pixel_of_its_centre
     np.testing.assert_array_equal(centre_crop(image, 36, 32), whole)
 
 
+def test_a_long_image_is_never_resized_to_more_than_16_squares(monkeypatch):
+    resized, sizes = stage._resized, []
+    monkeypatch.setattr(stage, "_resized", lambda image, *size: sizes.append(size) or resized(image, *size))
+    for height, width in ((1, 5000), (5000, 1)):
+        centre_crop(torch.zeros(3, height, width, dtype=torch.uint8), 64, 56)
+    assert sizes == [(64, 1024), (1024, 64)]
+
+
 def test_a_centre_crop_larger_than_the_resized_image_is_refused():
     with pytest.raises(ValueError, match="evaluation.resize_pixels"):
         centre_crop(torch.zeros(3, 50, 50, dtype=torch.uint8), 32, 48)
