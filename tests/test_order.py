@@ -91,14 +91,16 @@ def test_ranks_share_every_step_without_overlap_also_after_a_resume_on_another_w
 
 
 def test_segments_of_a_run_hold_whole_windows_of_256_to_4096_rows_where_a_window_is_not_longer():
-    for image_pixels in (32, 224):
-        recipe = Recipe.parse({"schedule": {"epochs": 2}, "augment": {"image_pixels": image_pixels}})
+    for pixels, batch, worlds in [(32, 256, (1, 2, 3, 4, 8)), (224, 256, (1, 2, 3, 4, 8)), (224, 4096, (1, 3, 128))]:
+        recipe = Recipe.parse(
+            {"schedule": {"epochs": 2}, "augment": {"image_pixels": pixels}, "batch": {"global_batch_size": batch}}
+        )
         plan = Plan(recipe, 1_281_167)
-        for world in (1, 2, 3, 4, 8):
+        for world in worlds:
             segments = Segments(plan, world, 0, 0)
             rows = segments.steps_per_segment * segments.rows_per_step
             assert segments.steps_per_segment % plan.window_steps == 0
-            assert 256 <= rows <= 4096, (image_pixels, world, rows)
+            assert 256 <= rows <= 4096, (pixels, batch, world, rows)
 
 
 def test_a_run_that_ends_within_an_epoch_ends_its_last_segment_there():
