@@ -4,6 +4,7 @@ A plain record with a state, not a module: the query encoder alone is given to D
 (train.py) and files (checkpoint.py).
 """
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,7 @@ class Learner:
             )
         self.f_q.load_state_dict(state["query_encoder"])
         self.f_k.load_state_dict(state["key_encoder"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # torch would take the tensors themselves
         self.queue.load_state_dict(state["queue"])
         self.step = int(state["step"])
         self.bad_epoch, self.bad_rows = int(state["bad_epoch"]), int(state["bad_rows"])

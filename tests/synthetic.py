@@ -118,26 +118,33 @@ def identical(a: Any, b: Any) -> bool:
 class SmallEncoder(nn.Module):
     """Two strided convolutions with grouped BatchNorm and a linear head: a step costs milliseconds."""
 
-    def __init__(self, group_rows: int, feature_dim: int):
+    def __init__(self, group_rows: int, feature_dim: int, width: int = 0):
         super().__init__()
         self.backbone = nn.Sequential(
             nn.Conv2d(3, 8, 3, stride=2, bias=False), GroupedBatchNorm2d(8, group_rows), nn.ReLU(),
             nn.Conv2d(8, 12, 3, stride=2, bias=False), GroupedBatchNorm2d(12, group_rows), nn.ReLU(),
             nn.AdaptiveAvgPool2d(1), nn.Flatten(),
         )  # fmt: skip
-        self.head = nn.Linear(12, feature_dim)
+        # `width` 1024 makes gradients of 8 MB: several of DDP's buckets (1 MB, then 25 MB), so their order matters.
+        wide = [nn.Linear(12, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+        self.head = nn.Sequential(*(wide if width else []), nn.Linear(width or 12, feature_dim))
 
     def forward(self, x):
         return self.head(self.backbone(x))
 
 
-def small_learner(recipe_: Recipe) -> Learner:
+def wide_learner(recipe_: Recipe) -> Learner:
+    """Like `small_learner`, with enough parameters for several DDP buckets."""
+    return small_learner(recipe_, width=1024)
+
+
+def small_learner(recipe_: Recipe, width: int = 0) -> Learner:
     """The recipe's learner with a small network in place of the ResNet."""
 
     def build(settings, group_rows, seed):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            network = SmallEncoder(group_rows, settings.feature_dim)
+            network = SmallEncoder(group_rows, settings.feature_dim, width)
         return network.to(working_dtype(settings))
 
     with mock.patch("moco_ray.learner.build_encoder", build):
