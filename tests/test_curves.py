@@ -5,20 +5,24 @@ import math
 
 import numpy as np
 import pytest
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
 from moco_ray.errors import UserError
 from moco_ray.evaluate import curves
-from moco_ray.evaluate.curves import PANELS, draw_curves
+from moco_ray.evaluate.curves import draw_curves
 
-NAMES = [metric.name for panel in PANELS for metric in panel.metrics]
+NAMES = [
+    "loss", "chance_loss", "top1", "top5", "positive_similarity", "negative_similarity", "knn_top1",
+    "learning_rate", "queue_fill", "images_per_second", "input_wait_share",
+]  # fmt: skip
 
 
 def training_line(step: int) -> dict:
     fill = min(1.0, step / 40)
-    values = {name: 0.1 + step / 1000 for name in NAMES if name != "knn_top1"}
+    values = {name: 0.1 * place + step / 1000 for place, name in enumerate(NAMES, start=1) if name != "knn_top1"}
     return {"step": step, "epoch": step / 50, **values, "chance_loss": math.log(4097), "queue_fill": fill}
 
 
@@ -31,13 +35,14 @@ def write(path, entries):
 def metrics(tmp_path):
     """Ten training lines, two evaluation lines; the queue is full from step 40."""
     entries = [training_line(step) for step in range(10, 101, 10)]
-    return write(tmp_path / "metrics.jsonl", [*entries, *({"step": s, "epoch": s / 50, "knn_top1": s / 200} for s in (50, 100))])
+    entries += [{"step": step, "epoch": step / 50, "knn_top1": step / 200} for step in (50, 100)]
+    return write(tmp_path / "metrics.jsonl", entries)
 
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """What is handed to matplotlib: (panel, label) -> points, and the shaded spans by panel. Renders nothing."""
-    seen = {"curves": {}, "spans": {}}
+    """What is handed to matplotlib: (panel, label) -> points, the shaded spans by panel, the texts. Renders nothing."""
+    seen = {"curves": {}, "spans": {}, "texts": []}
 
     def record_plot(axis, steps, values, **rest):
         seen["curves"][axis.get_title(loc="left"), rest["label"]] = (list(steps), list(values))
@@ -47,7 +52,8 @@ def drawn(monkeypatch):
 
     monkeypatch.setattr(Axes, "plot", record_plot)
     monkeypatch.setattr(Axes, "axvspan", record_span)
-    monkeypatch.setattr(Axes, "legend", lambda axis, **rest: axis.text(0, 0, ""))
+    monkeypatch.setattr(Axes, "legend", lambda axis, **rest: Artist())
+    monkeypatch.setattr(Axes, "text", lambda axis, x, y, text, **rest: seen["texts"].append(text))
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **rest: path.write_bytes(b"page"))
     return seen
 
@@ -61,11 +67,11 @@ def test_the_page_has_the_stated_size_and_shows_curves_and_mark(metrics, tmp_pat
     with Image.open(tmp_path / "new" / "page.png") as page:
         assert page.size == (1320, 1500) and page.format == "PNG"
         pixels = np.asarray(page.convert("RGB"))
-    assert colour_count(pixels, curves.SHADE) > 10_000
-    for row in range(4):  # each panel has ink of the first curve's colour
+    assert colour_count(pixels, curves.SHADE) > 60_000  # the two legends of it have about 14,000
+    for row in range(4):  # each panel has more ink of the first curve's colour than its legend
         for column in range(2):
             panel = pixels[row * 375 : (row + 1) * 375, column * 660 : (column + 1) * 660]
-            assert colour_count(panel, curves.COLOURS[0]) > 50
+            assert colour_count(panel, curves.COLOURS[0]) > 300
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["page.png"]
 
 
@@ -92,7 +98,8 @@ def test_nothing_is_marked_where_the_queue_was_full_or_its_fill_is_unknown(tmp_p
 
 
 def test_a_queue_that_never_filled_is_marked_to_the_end(tmp_path, drawn):
-    draw_curves(write(tmp_path / "m.jsonl", [training_line(step) for step in (10, 20, 30)]), tmp_path / "p.png", "a run")
+    path = write(tmp_path / "m.jsonl", [training_line(step) for step in (10, 20, 30)])
+    draw_curves(path, tmp_path / "page.png", "a run")
     assert drawn["spans"]["Loss"] == (0, 30)
 
 
@@ -106,6 +113,7 @@ def test_metrics_that_the_file_lacks_are_not_drawn_and_not_missed(tmp_path, draw
     path = write(tmp_path / "m.jsonl", [{"step": 10, "epoch": 0.1, "knn_top1": 0.4}])
     assert draw_curves(path, tmp_path / "page.png", "a run") == ["knn_top1"]
     assert list(drawn["curves"].values()) == [([10], [0.4])]
+    assert drawn["texts"] == ["not recorded in this run"] * 7
 
 
 def test_a_last_line_that_was_cut_off_is_left_out_and_any_other_is_refused(metrics, tmp_path, drawn):

@@ -139,15 +139,18 @@ def test_an_incomplete_target_is_rebuilt(loss, source, tmp_path):
     assert content(target) == whole
 
 
-def test_a_build_that_is_interrupted_leaves_nothing(source, tmp_path, monkeypatch):
-    write = demo._write_split
+@pytest.mark.parametrize("moment", [(demo, "_write_split"), (os, "replace")])
+def test_a_build_that_is_interrupted_leaves_nothing(moment, source, tmp_path, monkeypatch):
+    """In the second folder, and when all that is left to do is one rename."""
+    calls, original = [], getattr(*moment)
 
-    def stop_at_test(folder, split):
-        if split.name == "test":
+    def interrupt(*words):
+        calls.append(words)
+        if moment[0] is os or len(calls) == 2:
             raise KeyboardInterrupt
-        write(folder, split)
+        return original(*words)
 
-    monkeypatch.setattr(demo, "_write_split", stop_at_test)
+    monkeypatch.setattr(*moment, interrupt)
     with pytest.raises(KeyboardInterrupt):
         fashion_mnist(tmp_path / "out", source, VALIDATION_ROWS)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
