@@ -69,7 +69,12 @@ def test_a_block_never_holds_more_similarities_than_its_bound(monkeypatch):
     (bank, labels), (query, _) = clouds(80, 6, 5, seed=2), clouds(70, 6, 5, seed=3)
     monkeypatch.setattr(knn, "BLOCK_VALUES", 200)
     sizes, vote = [], knn._vote
-    monkeypatch.setattr(knn, "_vote", lambda similarity, *rest: sizes.append(similarity.numel()) or vote(similarity, *rest))
+
+    def record(similarity, *rest):
+        sizes.append(similarity.numel())
+        return vote(similarity, *rest)
+
+    monkeypatch.setattr(knn, "_vote", record)
     knn_predict(bank, labels, query, (1,))
     assert max(sizes) == 160 and sum(sizes) == 80 * 70
 

@@ -101,7 +101,7 @@ def _read(path: Path) -> dict[str, Curve]:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if number == len(lines):
                 break
-            raise UserError(f"line {number} of {path} is not a JSON object with a step and numbers ({error})") from error
+            raise UserError(f"line {number} of {path} is no JSON object with a step and numbers ({error})") from error
         for name, value in points.items():
             curve = curves.setdefault(name, Curve([], []))
             curve.steps.append(step)

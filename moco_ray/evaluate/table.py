@@ -52,10 +52,10 @@ def as_text(rows: Sequence[Row]) -> str:
     """The table for a terminal: aligned columns, accuracies in per cent, no line break at the end."""
     cells = [_head(rows), *map(_cells, rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))])
-        for line in cells
-    ]
+    lines = []
+    for name, *numbers in cells:
+        aligned = [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)]
+        lines.append("  ".join([name.ljust(widths[0]), *aligned]))
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
