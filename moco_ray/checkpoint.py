@@ -90,7 +90,9 @@ def load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         )
     held = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     if held.get("version") != VERSION:
-        raise UserError(f"{path} has version {held.get('version')!r} and this release reads {VERSION}; use the release that wrote it")
+        raise UserError(
+            f"{path} has version {held.get('version')!r} and this release reads {VERSION}; use the release that wrote it"
+        )
     return held["state"], held["about"]
 
 

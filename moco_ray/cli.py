@@ -44,7 +44,8 @@ def main(words: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="moco-ray", description="Pre-train a vision backbone with Momentum Contrast on Ray, on your own unlabelled images."
+        prog="moco-ray",
+        description="Pre-train a vision backbone with Momentum Contrast on Ray, on your own unlabelled images.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -56,15 +57,21 @@ def _parser() -> argparse.ArgumentParser:
 
     pretrain = command("pretrain", _pretrain, "start a run")
     _recipe_arguments(pretrain)
-    pretrain.add_argument("--workers", type=int, default=1, help="Ray Train workers, at most one for each BatchNorm group (1)")
-    pretrain.add_argument("--storage", default="runs", help="folder that holds the run folders; on a cluster a shared one (runs)")
+    pretrain.add_argument(
+        "--workers", type=int, default=1, help="Ray Train workers, at most one for each BatchNorm group (1)"
+    )
+    pretrain.add_argument(
+        "--storage", default="runs", help="folder that holds the run folders; on a cluster a shared one (runs)"
+    )
     pretrain.add_argument("--name", help="name of the run folder (the recipe's file name)")
 
     resume = command("resume", _resume, "go on from a run's newest checkpoint, with any number of workers")
     resume.add_argument("folder", metavar="RUN", help="run folder: storage/name")
     resume.add_argument("--workers", type=int, default=1, help="Ray Train workers (1)")
     resume.add_argument("--data", metavar="URI", help="the same images at another place: data.uri")
-    resume.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="run.* (but the seed), evaluation.* and data.uri may change")
+    resume.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="run.* (but the seed), evaluation.* and data.uri may change"
+    )
 
     plan = command("show-plan", _show_plan, "print what a recipe means: steps, groups, rates, memory, warnings")
     _recipe_arguments(plan)
@@ -76,10 +83,16 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--source", help="folder with Fashion-MNIST's four idx files, instead of looking for them")
     demo.add_argument("--drawn", action="store_true", help="draw the small generated set instead")
 
-    evaluate = command("evaluate", _evaluate, "compare a run's backbone with raw pixels and the untrained encoder by kNN")
+    evaluate = command(
+        "evaluate", _evaluate, "compare a run's backbone with raw pixels and the untrained encoder by kNN"
+    )
     evaluate.add_argument("folder", metavar="RUN", help="run folder: storage/name")
-    evaluate.add_argument("--bank", metavar="URI", help="labelled images to look neighbours up in (the recipe's evaluation.bank_uri)")
-    evaluate.add_argument("--queries", metavar="URI", help="labelled images to classify (the recipe's evaluation.query_uri)")
+    evaluate.add_argument(
+        "--bank", metavar="URI", help="labelled images to look neighbours up in (the recipe's evaluation.bank_uri)"
+    )
+    evaluate.add_argument(
+        "--queries", metavar="URI", help="labelled images to classify (the recipe's evaluation.query_uri)"
+    )
     return parser
 
 

@@ -27,7 +27,9 @@ def evaluate_run(folder: RunFolder, bank_uri: str | None, query_uri: str | None,
         raise UserError("no labelled sets: give --bank FOLDER and --queries FOLDER")
     last = checkpoint.newest(folder.checkpoints)
     if last is None:
-        raise UserError(f"{folder.path} has no checkpoint yet; wait for the first, or finish the run with `moco-ray resume`")
+        raise UserError(
+            f"{folder.path} has no checkpoint yet; wait for the first, or finish the run with `moco-ray resume`"
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     untrained, trained = Learner.new(recipe, device), Learner.new(recipe, device)
     trained.load_state_dict(checkpoint.load(last)[0])

@@ -7,7 +7,6 @@ the worker's function that puts ranks, data, learner and outputs together. Not r
 import contextlib
 import logging
 import os
-import sys
 import threading
 import time
 from pathlib import Path
@@ -25,6 +24,7 @@ from moco_ray.errors import UserError
 from moco_ray.evaluate.curves import draw_curves
 from moco_ray.evaluate.features import labelled_sets, watch_knn
 from moco_ray.learner import Learner
+from moco_ray.method.encoder import refuse_emulated_precision
 from moco_ray.monitor import Monitor
 from moco_ray.plan import Plan
 from moco_ray.progress import Progress
@@ -93,6 +93,8 @@ def survey(recipe: Recipe) -> tuple[Manifest, Plan]:
     """The data set and what follows from it. Raises UserError before anything is started."""
     if not recipe.data.uri:
         raise UserError("no data set: give --data FOLDER, or data.uri in the recipe")
+    if not os.environ.get("RAY_ADDRESS"):  # a local Ray: the workers' device is this machine's
+        refuse_emulated_precision(recipe.encoder, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     manifest = build_manifest(recipe.data.uri, recipe.data.image_column)
     plan = Plan(recipe, manifest.rows)
     if recipe.evaluation.bank_uri:
@@ -112,7 +114,9 @@ def _carry(recipe: Recipe, plan: Plan, folder: RunFolder, workers: int, debug: b
             _worker,
             train_loop_config={"run": str(folder.path), "board": board, "threads": cpus},
             scaling_config=ray.train.ScalingConfig(
-                num_workers=workers, use_gpu=gpus > 0, resources_per_worker={"CPU": cpus, **({"GPU": 1} if gpus else {})}
+                num_workers=workers,
+                use_gpu=gpus > 0,
+                resources_per_worker={"CPU": cpus, **({"GPU": 1} if gpus else {})},
             ),
             torch_config=ray.train.torch.TorchConfig(timeout_s=600),
             run_config=ray.train.RunConfig(
@@ -142,6 +146,7 @@ def _worker(config: dict[str, Any]) -> None:
         torch.set_num_threads(config["threads"])
     ranks = Ranks.current(device)
     recipe, manifest = Recipe.read(folder.recipe), Manifest.load(folder.manifest)
+    refuse_emulated_precision(recipe.encoder, device)
     plan, learner = Plan(recipe, manifest.rows), Learner.new(recipe, device)
     about = {"recipe_fingerprint": recipe.fingerprint(), "data_fingerprint": manifest.fingerprint}
     restore(learner, folder, about, ranks)
@@ -187,7 +192,9 @@ def restore(learner: Learner, folder: RunFolder, about: dict[str, str], ranks: R
 def save_on_first(learner: Learner, folder: RunFolder, about: dict[str, str], recipe: Recipe, ranks: Ranks) -> None:
     """Rank 0 writes the checkpoint; a failure is raised on every rank, so that none waits for the others. Collective."""
     if not ranks.same_on_all(learner.queue.fingerprint()):
-        raise RuntimeError(f"the queue differs between ranks at step {learner.step}; this is a fault in moco_ray, or in memory")
+        raise RuntimeError(
+            f"the queue differs between ranks at step {learner.step}; this is a fault in moco_ray, or in memory"
+        )
     failure = None
     if ranks.is_first:
         try:
@@ -255,5 +262,3 @@ def _cause(error: ray.train.TrainingFailedError) -> Exception:
                 return type(seen)(str(seen.args[0]).strip()) if seen.args else seen
             seen = getattr(seen, "cause", None) or seen.__cause__
     return error
-
-

@@ -138,12 +138,16 @@ class Plan:
                 "published set-up has 8 groups"
             )
         if recipe.contrast.symmetric:
-            said.append(f"the symmetric form enqueues {self.keys_per_step} keys a step, which halves the age of the queue's keys")
+            said.append(
+                f"the symmetric form enqueues {self.keys_per_step} keys a step, which halves the age of the queue's keys"
+            )
         if recipe.contrast.key_momentum < 0.99:
             said.append(
                 f"contrast.key_momentum {recipe.contrast.key_momentum} lets queued keys go stale: the loss may look good while "
                 "the features stay poor; 0.999 is the published value, 0.99 suits small data sets"
             )
         if self.dropped_rows:
-            said.append(f"{self.dropped_rows} rows are left out of each epoch (rows mod global batch), others every epoch")
+            said.append(
+                f"{self.dropped_rows} rows are left out of each epoch (rows mod global batch), others every epoch"
+            )
         return said

@@ -69,9 +69,7 @@ class Batch(Section):
                 "whatever the shuffle; make batch.bn_group_size smaller (an eighth of the batch is the published "
                 "set-up) or ask for it with batch.allow_batchnorm_leak=true"
             )
-        if self.shuffle_domain_groups and (
-            self.shuffle_domain_groups < 2 or self.groups % self.shuffle_domain_groups
-        ):
+        if self.shuffle_domain_groups and (self.shuffle_domain_groups < 2 or self.groups % self.shuffle_domain_groups):
             raise ValueError(
                 f"batch.shuffle_domain_groups {self.shuffle_domain_groups} must be 0 (all groups), or at least 2 and "
                 f"a divisor of the {self.groups} groups"
@@ -104,8 +102,10 @@ class Schedule(Section):
                 "the length of a run is schedule.epochs or schedule.steps: give exactly one of the two, above 0"
             )
         if (self.shape == "multistep") != bool(self.milestone_epochs):
-            raise ValueError("schedule.milestone_epochs goes with schedule.shape=\"multistep\", and only with it")
-        if list(self.milestone_epochs) != sorted(set(self.milestone_epochs)) or any(e < 1 for e in self.milestone_epochs):
+            raise ValueError('schedule.milestone_epochs goes with schedule.shape="multistep", and only with it')
+        if list(self.milestone_epochs) != sorted(set(self.milestone_epochs)) or any(
+            e < 1 for e in self.milestone_epochs
+        ):
             raise ValueError(f"schedule.milestone_epochs {list(self.milestone_epochs)} must rise and be at least 1")
         return self
 
@@ -267,7 +267,9 @@ def _apply(values: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     section, dot, key = name.strip().partition(".")
     if not equals or not dot:
-        raise UserError(f"override {override!r} is not of the form section.key=value, for example optimizer.learning_rate=0.06")
+        raise UserError(
+            f"override {override!r} is not of the form section.key=value, for example optimizer.learning_rate=0.06"
+        )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

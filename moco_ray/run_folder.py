@@ -40,7 +40,9 @@ class RunFolder:
         _refuse_uri(run)
         folder = cls(Path(run).absolute())
         if not folder.facts.is_file():
-            raise UserError(f"{run} is no run folder (it has no run.json); give the path that `moco-ray pretrain` printed")
+            raise UserError(
+                f"{run} is no run folder (it has no run.json); give the path that `moco-ray pretrain` printed"
+            )
         return folder
 
     @property
@@ -102,7 +104,9 @@ class RunFolder:
             manifest.save(self.manifest)
             self.facts.write_text(json.dumps({**code_version(), "data_fingerprint": manifest.fingerprint}, indent=1))
         except OSError as error:
-            raise UserError(f"cannot write the run folder {self.path}: {error.strerror}; choose another --storage") from error
+            raise UserError(
+                f"cannot write the run folder {self.path}: {error.strerror}; choose another --storage"
+            ) from error
 
 
 def code_version() -> dict[str, Any]:

@@ -24,7 +24,10 @@ def describe(recipe: Recipe, rows: int | None, workers: int) -> str:
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Encoder(recipe.encoder, batch.bn_group_size).parameters())
     table = [
-        ("recipe", f"{facts['recipe_fingerprint']} ({recipe.encoder.backbone}, {recipe.encoder.head} head, {recipe.encoder.precision})"),
+        (
+            "recipe",
+            f"{facts['recipe_fingerprint']} ({recipe.encoder.backbone}, {recipe.encoder.head} head, {recipe.encoder.precision})",
+        ),
         ("rows", f"{plan.rows:,} ({source}); {plan.dropped_rows} left out of each epoch"),
         ("steps", f"{plan.total_steps:,} in all, {plan.steps_per_epoch:,} an epoch, {plan.epochs:.4g} epochs"),
         ("batch", f"{batch.global_batch_size} rows in {plan.groups} BatchNorm groups of {batch.bn_group_size}"),
@@ -32,10 +35,16 @@ def describe(recipe: Recipe, rows: int | None, workers: int) -> str:
         ("learning rate", ", ".join(f"step {s}: {learning_rate(plan, s):.3g}" for s in _points(plan))),
         ("", f"linear scaling of the published 0.03 at batch 256 would say {facts['published_learning_rate']:.3g}"),
         ("queue", f"{recipe.contrast.queue_keys:,} keys, {_bytes(facts['queue_bytes'])}, {_turn(facts)}"),
-        ("chance loss", f"log(K+1) = {plan.chance_loss:.3f}; a healthy loss rises first, while real keys replace noise"),
+        (
+            "chance loss",
+            f"log(K+1) = {plan.chance_loss:.3f}; a healthy loss rises first, while real keys replace noise",
+        ),
         ("encoder", f"{parameters / 1e6:.1f} M parameters, twice (query and key)"),
         ("checkpoint", f"about {_bytes(plan.checkpoint_bytes(parameters))}, {recipe.run.keep_checkpoints} kept"),
-        ("crops", f"{_bytes(6 * recipe.augment.image_pixels**2 * batch.global_batch_size)} uint8 a step, both views of all rows"),
+        (
+            "crops",
+            f"{_bytes(6 * recipe.augment.image_pixels**2 * batch.global_batch_size)} uint8 a step, both views of all rows",
+        ),
     ]
     warnings = plan.warnings() + list(manifest.warnings if manifest else ())
     lines = [f"{name:<14} {text}" for name, text in table] + [f"warning: {text}" for text in warnings]

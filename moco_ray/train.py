@@ -98,7 +98,9 @@ def train(learner: Learner, batches: Iterator[Batch], plan: Plan, ranks: Ranks, 
             refuse_non_finite(learner, now, ranks)
             learner.average_statistics(ranks, plan.groups)
         if evaluating:
-            outputs.record({"step": learner.step, "epoch": learner.step / plan.steps_per_epoch, **outputs.evaluate(learner)}, [])
+            outputs.record(
+                {"step": learner.step, "epoch": learner.step / plan.steps_per_epoch, **outputs.evaluate(learner)}, []
+            )
         if saving:
             outputs.save(learner)
 

@@ -62,7 +62,7 @@ def _serve(rank: int, pipe) -> None:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
         try:
             answer = (None, function(Ranks.current(), *args))
-        except Exception as error:  # handed to the test, which raises it
+        except Exception as error:  # noqa: BLE001 - handed to the test, which raises it
             error.add_note(traceback.format_exc())
             answer = (error, None)
         dist.destroy_process_group()

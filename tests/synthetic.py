@@ -167,4 +167,3 @@ def run(
     except StopIteration:
         assert until is not None and learner.step == until
     return log, learner
-

@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from unittest import mock
 
 import pytest
 import torch
@@ -10,12 +11,15 @@ from torch.nn import functional as F
 from torchvision.models import resnet18, resnet34, resnet50
 
 from moco_ray import recipe as recipes
+from moco_ray.errors import UserError
+from moco_ray.method import small_maps
 from moco_ray.method.batchnorm import GroupedBatchNorm2d, commit_statistics
 from moco_ray.method.contrast import CHUNK_KEYS, info_nce
-from moco_ray.method.encoder import build_encoder
+from moco_ray.method.encoder import build_encoder, refuse_emulated_precision
 from moco_ray.method.momentum import distance, follow, key_encoder_of
 from moco_ray.method.queue import EMPTY, Queue
 from moco_ray.method.schedule import learning_rate
+from moco_ray.method.small_maps import SmallMapConv2d
 from moco_ray.plan import Plan
 from moco_ray.recipe import Recipe
 
@@ -206,7 +210,9 @@ def test_a_step_that_was_not_finite_leaves_running_statistics_alone_and_is_forgo
 # --- encoder ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name,torchvision_model", [("resnet18", resnet18), ("resnet34", resnet34), ("resnet50", resnet50)])
+@pytest.mark.parametrize(
+    "name,torchvision_model", [("resnet18", resnet18), ("resnet34", resnet34), ("resnet50", resnet50)]
+)
 def test_backbone_is_torchvisions_by_name_shape_and_output(name, torchvision_model):
     ours = build_encoder(recipes.Encoder(backbone=name), 2, seed=0).backbone
     theirs = torchvision_model()
@@ -234,7 +240,10 @@ def test_stems_and_heads_have_the_stated_shapes(stem, size, head, layers):
 def test_weights_depend_on_the_seed_alone_and_leave_the_global_random_state():
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    build = lambda seed, precision="float32": build_encoder(recipes.Encoder(backbone="resnet10", precision=precision), 2, seed)  # noqa: E731
+
+    def build(seed, precision="float32"):
+        return build_encoder(recipes.Encoder(backbone="resnet10", precision=precision), 2, seed)
+
     first = build(1)
     assert torch.equal(state, torch.get_rng_state())
     torch.manual_seed(6)
@@ -242,6 +251,44 @@ def test_weights_depend_on_the_seed_alone_and_leave_the_global_random_state():
     weight = first.backbone.conv1.weight
     assert torch.equal(weight, again.backbone.conv1.weight) and not torch.equal(weight, other.backbone.conv1.weight)
     assert torch.equal(weight.double(), double.backbone.conv1.weight)
+
+
+@pytest.mark.parametrize("size,stride", [(1, 1), (2, 1), (2, 2), (4, 2), (8, 1)])
+def test_small_map_convolution_has_the_gradients_of_conv2d(size, stride):
+    plain = nn.Conv2d(6, 10, 3, stride=stride, padding=1, bias=False).double()
+    ours = SmallMapConv2d.like(plain)
+    x = torch.randn(5, 6, size, size, dtype=torch.float64).requires_grad_()
+    expected = plain(x)
+    weights = torch.randn_like(expected)
+    wanted = torch.autograd.grad((expected * weights).sum(), (x, plain.weight))
+    got = torch.autograd.grad((ours(x) * weights).sum(), (x, ours.weight))
+    assert torch.equal(ours(x), expected) and ours.weight is plain.weight
+    for a, b in zip(got, wanted, strict=True):
+        assert torch.allclose(a, b, atol=1e-12)
+
+
+def test_encoder_uses_the_small_map_gradient_where_maps_are_small_and_only_there():
+    encoder = build_encoder(recipes.Encoder(backbone="resnet10", stem="small_stride2"), 2, seed=0)
+    used = []
+    with mock.patch.object(
+        small_maps._SmallMapConvolution, "apply", lambda x, w, s, p: used.append(w.shape) or F.conv2d(x, w, None, s, p)
+    ):
+        encoder(torch.randn(2, 3, 32, 32))
+        assert used == [(512, 256, 3, 3), (512, 512, 3, 3)]  # the 2x2 maps of the last stage
+        with torch.no_grad():
+            encoder(torch.randn(2, 3, 32, 32))
+        assert len(used) == 2
+
+
+def test_bfloat16_is_refused_on_a_cpu_that_only_emulates_it():
+    bfloat16, cpu = recipes.Encoder(precision="bfloat16"), torch.device("cpu")
+    with mock.patch("moco_ray.method.encoder.cpu_has_bfloat16", return_value=False):
+        with pytest.raises(UserError, match="encoder.precision=float32"):
+            refuse_emulated_precision(bfloat16, cpu)
+        refuse_emulated_precision(bfloat16, torch.device("cuda"))
+        refuse_emulated_precision(recipes.Encoder(), cpu)
+    with mock.patch("moco_ray.method.encoder.cpu_has_bfloat16", return_value=True):
+        refuse_emulated_precision(bfloat16, cpu)
 
 
 # --- schedule ---------------------------------------------------------------------------------------------------
@@ -269,4 +316,6 @@ def test_warm_up_rises_linearly_to_the_base_rate_before_the_cosine():
 
 def test_multistep_multiplies_by_the_factor_at_each_milestone():
     plan = schedule_plan(epochs=5, shape="multistep", milestone_epochs=[2, 4])
-    assert [learning_rate(plan, s) for s in (0, 19, 20, 39, 40, 49)] == pytest.approx([0.03, 0.03, 3e-3, 3e-3, 3e-4, 3e-4])
+    assert [learning_rate(plan, s) for s in (0, 19, 20, 39, 40, 49)] == pytest.approx(
+        [0.03, 0.03, 3e-3, 3e-3, 3e-4, 3e-4]
+    )

@@ -15,8 +15,8 @@ import torch
 from moco_ray import checkpoint
 from moco_ray.data.batch import BadRow
 from moco_ray.errors import NonFinite, UserError
-from moco_ray.learner import Learner
 from moco_ray.launch import restore, save_on_first
+from moco_ray.learner import Learner
 from moco_ray.monitor import NOT_REPRODUCIBLE, Monitor, read_metrics
 from moco_ray.ranks import Ranks
 from moco_ray.recipe import Recipe

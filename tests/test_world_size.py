@@ -208,7 +208,10 @@ def test_route_brings_every_rank_the_rows_of_its_slots(world):
     perm = permutation(0, 0, 8, 4)
     ranges = [range(4 * g.start, 4 * g.stop) for g in (groups_of_rank(8, world, r) for r in range(world))]
     ways = [route(perm, ranges, rank) for rank in range(world)]
-    sent = [(torch.arange(32)[r.start : r.stop][w.send_rows]).split(w.send_counts) for r, w in zip(ranges, ways, strict=True)]
+    sent = [
+        (torch.arange(32)[r.start : r.stop][w.send_rows]).split(w.send_counts)
+        for r, w in zip(ranges, ways, strict=True)
+    ]
     for rank, way in enumerate(ways):
         arrived = torch.cat([sent[source][rank] for source in range(world)])
         assert way.receive_counts == [len(sent[source][rank]) for source in range(world)]

@@ -225,9 +225,7 @@ def _read_idx(path: Path, sha256: str) -> np.ndarray:
     return body.reshape(shape)
 
 
-def drawn_prototypes(
-    target: Path, rows: int = 12_800, test_rows: int = 2_000, seed: int = 0, pixels: int = 36
-) -> dict:
+def drawn_prototypes(target: Path, rows: int = 12_800, test_rows: int = 2_000, seed: int = 0, pixels: int = 36) -> dict:
     """Write the generated set for a learning test below `target` and return its summary.
 
     Twenty prototypes are drawn in grey; each of `rows` images (`target`/train) and `test_rows` images

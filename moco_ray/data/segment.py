@@ -55,7 +55,7 @@ class Segments:
     @property
     def steps_per_segment(self) -> int:
         """Whole windows with about TASK_BYTES of crops and 256 to 4096 rows; at least one window."""
-        row_bytes = 2 * 3 * self.plan.recipe.augment.image_pixels ** 2
+        row_bytes = 2 * 3 * self.plan.recipe.augment.image_pixels**2
         rows = min(max(TASK_BYTES // row_bytes, LEAST_TASK_ROWS), MOST_TASK_ROWS)
         window_rows = self.plan.window_steps * self.rows_per_step
         return self.plan.window_steps * max(1, rows // window_rows)

@@ -83,10 +83,22 @@ class Manifest:
 
     def save(self, path: str | Path) -> None:
         """Write one Parquet file that `load` reads."""
-        facts = {"version": MANIFEST_VERSION, "root": self.root, "layout": self.layout, "fingerprint": self.fingerprint,
-                 "image_column": self.image_column, "classes": self.classes, "warnings": self.warnings}
-        columns = {"file": pa.DictionaryArray.from_arrays(pa.array(self.file), self.names), "part": self.part,
-                   "rows": self.chunk_rows, "bytes": self.chunk_bytes, "label": self.label}
+        facts = {
+            "version": MANIFEST_VERSION,
+            "root": self.root,
+            "layout": self.layout,
+            "fingerprint": self.fingerprint,
+            "image_column": self.image_column,
+            "classes": self.classes,
+            "warnings": self.warnings,
+        }
+        columns = {
+            "file": pa.DictionaryArray.from_arrays(pa.array(self.file), self.names),
+            "part": self.part,
+            "rows": self.chunk_rows,
+            "bytes": self.chunk_bytes,
+            "label": self.label,
+        }
         table = pa.table(columns).replace_schema_metadata({"moco_ray_manifest": json.dumps(facts)})
         pq.write_table(table, path, compression="zstd")
 
@@ -106,8 +118,16 @@ class Manifest:
         if isinstance(files, pa.ChunkedArray):
             files = files.combine_chunks()
         arrays = [table[column].to_numpy() for column in ("part", "rows", "bytes", "label")]
-        found = _manifest(facts["root"], facts["layout"], facts["image_column"], files.dictionary,
-                          files.indices.to_numpy(), *arrays, facts["classes"], facts["warnings"])
+        found = _manifest(
+            facts["root"],
+            facts["layout"],
+            facts["image_column"],
+            files.dictionary,
+            files.indices.to_numpy(),
+            *arrays,
+            facts["classes"],
+            facts["warnings"],
+        )
         if found.fingerprint != facts["fingerprint"]:
             raise UserError(f"manifest {path} is damaged: its fingerprint is not that of its chunks; build it anew")
         return found
@@ -146,12 +166,23 @@ def _parquet_manifest(root: Path, shards: list[str], image_column: str) -> Manif
         raise UserError(f"the {len(shards)} Parquet shards in {root} hold no rows; give a folder with images")
     full = [np.flatnonzero(footer.rows) for _, footer in kept]  # row groups without rows are no chunks
     file = np.repeat(np.arange(len(kept)), [len(parts) for parts in full])
-    rows, sizes = (np.concatenate([getattr(f, what)[parts] for (_, f), parts in zip(kept, full, strict=True)])
-                   for what in ("rows", "bytes"))
+    rows, sizes = (
+        np.concatenate([getattr(f, what)[parts] for (_, f), parts in zip(kept, full, strict=True)])
+        for what in ("rows", "bytes")
+    )
     warning = sorted_by_class([footer for _, footer in kept])
     return _manifest(
-        str(root), "parquet", image_column, pa.array([name for name, _ in kept], pa.string()), file,
-        np.concatenate(full), rows, sizes, np.full(len(file), -1), [], [f"{root}: {warning}"] if warning else [],
+        str(root),
+        "parquet",
+        image_column,
+        pa.array([name for name, _ in kept], pa.string()),
+        file,
+        np.concatenate(full),
+        rows,
+        sizes,
+        np.full(len(file), -1),
+        [],
+        [f"{root}: {warning}"] if warning else [],
     )
 
 
@@ -163,8 +194,17 @@ def _manifest(root, layout, image_column, names, file, part, rows, sizes, label,
         digest.update(b"\0" + name.encode())
     for array in arrays:
         digest.update(array.astype(array.dtype.newbyteorder("<")).tobytes())
-    return Manifest(root, layout, image_column, names, *arrays, np.asarray(label, np.int32), tuple(classes),
-                    tuple(warnings), digest.hexdigest()[:16])
+    return Manifest(
+        root,
+        layout,
+        image_column,
+        names,
+        *arrays,
+        np.asarray(label, np.int32),
+        tuple(classes),
+        tuple(warnings),
+        digest.hexdigest()[:16],
+    )
 
 
 class ChunkRows(NamedTuple):

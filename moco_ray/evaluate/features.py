@@ -112,7 +112,9 @@ def describe_set(
     return features, ranks.gather(own, counts)
 
 
-def watch_knn(encoder: Encoder, sets: tuple[LabelledSet, LabelledSet], recipe: Recipe, ranks: Ranks) -> dict[str, float]:
+def watch_knn(
+    encoder: Encoder, sets: tuple[LabelledSet, LabelledSet], recipe: Recipe, ranks: Ranks
+) -> dict[str, float]:
     """{"knn_top1": share of queries whose class the k nearest backbone features name}. Collective.
 
     The encoder is in evaluation mode meanwhile, and in training mode again afterwards.

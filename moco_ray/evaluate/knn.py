@@ -64,9 +64,7 @@ def knn_accuracy(
 ) -> dict[int, float]:
     """Share of queries, 0..1, whose predicted class is query_labels (Q int64), for each k. See `knn_predict`."""
     _check_query_labels(query_features, query_labels)
-    predicted = knn_predict(
-        bank_features, bank_labels, query_features, neighbours, temperature, classes, block_rows
-    )
+    predicted = knn_predict(bank_features, bank_labels, query_features, neighbours, temperature, classes, block_rows)
     right = (predicted == query_labels.to(predicted.device)).double().mean(dim=1).tolist()
     return dict(zip(neighbours, right, strict=True))
 

@@ -17,7 +17,9 @@ from moco_ray.ranks import Ranks
 _TAG = 0x5B  # keeps these draws apart from the other uses of (seed, step)
 
 
-def permutation(seed: int, step: int, groups: int, rows_per_group: int, *, domain: int = 0, direction: int = 0) -> Tensor:
+def permutation(
+    seed: int, step: int, groups: int, rows_per_group: int, *, domain: int = 0, direction: int = 0
+) -> Tensor:
     """Row of the batch that each key slot encodes: (B,) int64, slot g·n..(g+1)·n being key group g.
 
     Balanced: every pair of groups exchanges floor or ceil(n/G) rows, which leaks least (the statistics of a
