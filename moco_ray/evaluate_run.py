@@ -14,6 +14,8 @@ from moco_ray.ranks import Ranks
 from moco_ray.recipe import Recipe
 from moco_ray.run_folder import RunFolder
 
+NEIGHBOURS = (20, 200)
+
 
 def evaluate_run(folder: RunFolder, bank_uri: str | None, query_uri: str | None, debug: bool = False) -> str:
     """The table as text; also written into the run folder as evaluation.json and evaluation.md.
@@ -22,7 +24,7 @@ def evaluate_run(folder: RunFolder, bank_uri: str | None, query_uri: str | None,
     checkpoint or no labelled sets are named.
     """
     overrides = [f"evaluation.{key}={uri}" for key, uri in (("bank_uri", bank_uri), ("query_uri", query_uri)) if uri]
-    recipe = Recipe.read(folder.recipe, overrides)
+    recipe = Recipe.read(folder.recipe, [*overrides, "evaluation.neighbours=1"])  # the table has its own
     if not recipe.evaluation.bank_uri:
         raise UserError("no labelled sets: give --bank FOLDER and --queries FOLDER")
     last = checkpoint.newest(folder.checkpoints)
@@ -42,8 +44,16 @@ def evaluate_run(folder: RunFolder, bank_uri: str | None, query_uri: str | None,
     with ray_session(1, debug):
         bank, bank_labels = describe_set(sets[0], descriptions, recipe, Ranks(device=device))
         queries, query_labels = describe_set(sets[1], descriptions, recipe, Ranks(device=device))
-    rows = compare({name: (bank[name], queries[name]) for name in descriptions}, bank_labels, query_labels)
+    usable = [k for k in NEIGHBOURS if k <= len(bank_labels)]
+    if not usable:
+        raise UserError(
+            f"the bank {recipe.evaluation.bank_uri} has {len(bank_labels)} images; kNN needs {NEIGHBOURS[0]}"
+        )
+    named = {name: (bank[name], queries[name]) for name in descriptions}
+    rows = compare(named, bank_labels, query_labels, usable)
     about = f"features of the backbone, step {trained.step}; {len(query_labels)} queries, bank of {len(bank_labels)}"
+    if len(usable) < len(NEIGHBOURS):
+        about += f"; no k = {NEIGHBOURS[-1]}, the bank is too small for it"
     (folder.path / "evaluation.json").write_text(
         json.dumps({"about": about, "checkpoint": last.name, "step": trained.step, "rows": as_json(rows)}, indent=1)
     )

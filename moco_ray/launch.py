@@ -106,7 +106,7 @@ def _carry(recipe: Recipe, plan: Plan, folder: RunFolder, workers: int, debug: b
     with ray_session(workers, debug) as (cpus, gpus):
         board = Board.remote()
         last = checkpoint.newest(folder.checkpoints)
-        progress = Progress(plan.total_steps, plan.epochs, checkpoint.step_of(last) if last else 0)
+        progress = Progress(plan, checkpoint.step_of(last) if last else 0)
         stop = threading.Event()
         watcher = threading.Thread(target=_watch, args=(board, progress, stop), daemon=True)
         watcher.start()

@@ -7,6 +7,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from moco_ray.monitor import duration
+from moco_ray.plan import Plan
 
 LINE_SECONDS = 15.0  # between two lines where the output is no terminal
 
@@ -14,14 +15,14 @@ LINE_SECONDS = 15.0  # between two lines where the output is no terminal
 class Progress:
     """A bar on a terminal; elsewhere (a job's log) a line now and then. Fed with entries of metrics.jsonl."""
 
-    def __init__(self, total_steps: int, epochs: float, start_step: int, out: TextIO = sys.stderr):
-        self._total, self._epochs, self._start, self._out = total_steps, epochs, start_step, out
-        self._began, self._last_line, self._knn = time.monotonic(), 0.0, ""
+    def __init__(self, plan: Plan, start_step: int, out: TextIO = sys.stderr):
+        self._plan, self._total, self._epochs, self._out = plan, plan.total_steps, plan.epochs, out
+        self._step_seconds, self._last_line, self._knn = 0.0, -LINE_SECONDS, ""
         self._bar = None
         if out.isatty():
             shape = "{desc} {percentage:3.0f}%|{bar}| {postfix}"
-            self._bar = tqdm(total=total_steps, initial=start_step, file=out, bar_format=shape, dynamic_ncols=True)
-            self._bar.set_description_str(f"step {start_step}/{total_steps}")
+            self._bar = tqdm(total=self._total, initial=start_step, file=out, bar_format=shape, dynamic_ncols=True)
+            self._bar.set_description_str(f"step {start_step}/{self._total}")
             self._bar.set_postfix_str("starting workers")
 
     def show(self, entry: dict[str, Any]) -> None:
@@ -34,7 +35,7 @@ class Progress:
         where = f"epoch {entry['epoch']:.2f}/{self._epochs:.4g} · step {entry['step']}/{self._total}"
         state = (
             f"loss {entry['loss']:.3f} (chance {entry['chance_loss']:.2f}) · {entry['images_per_second']:.0f} img/s · "
-            f"input wait {entry['input_wait_share']:.0%} · {duration(self._left(entry['step']))} left{self._knn}"
+            f"input wait {entry['input_wait_share']:.0%} · {duration(self._left(entry))} left{self._knn}"
         )
         if entry.get("queue_fill", 1.0) < 1.0:
             state += f" · queue {entry['queue_fill']:.0%} full"
@@ -51,9 +52,11 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def _left(self, step: int) -> float:
-        done = step - self._start
-        return (time.monotonic() - self._began) / done * (self._total - step) if done > 0 else float("inf")
+    def _left(self, entry: dict[str, Any]) -> float:
+        """Seconds to the end at a rate smoothed over some records; evaluation and checkpoints not counted."""
+        now = self._plan.recipe.batch.global_batch_size / entry["images_per_second"]
+        self._step_seconds = 0.7 * self._step_seconds + 0.3 * now if self._step_seconds else now
+        return self._step_seconds * (self._total - entry["step"])
 
     def _write(self, line: str) -> None:
         if self._bar is not None:

@@ -126,8 +126,9 @@ class SmallEncoder(nn.Module):
             nn.AdaptiveAvgPool2d(1), nn.Flatten(),
         )  # fmt: skip
         # `width` 1024 makes gradients of 8 MB: several of DDP's buckets (1 MB, then 25 MB), so their order matters.
-        wide = [nn.Linear(12, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
-        self.head = nn.Sequential(*(wide if width else []), nn.Linear(width or 12, feature_dim))
+        sizes = [12, *([width] * 3 if width else [])]
+        wide = [layer for a, b in zip(sizes, sizes[1:], strict=False) for layer in (nn.Linear(a, b), nn.ReLU())]
+        self.head = nn.Sequential(*wide, nn.Linear(sizes[-1], feature_dim))
 
     def forward(self, x):
         return self.head(self.backbone(x))

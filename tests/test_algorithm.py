@@ -180,3 +180,65 @@ def test_losses_and_queue_equal_the_released_order_over_20_steps():
     expected, queue = losses_in_the_released_order(small_learner())
     assert losses == pytest.approx(expected, abs=1e-10)
     assert torch.allclose(ours.queue.keys, queue, atol=1e-10)
+
+
+# --- the symmetric form, precision and memory format -----------------------------------------------------------------
+
+
+def losses_of_the_symmetric_form(learner: Learner, recipe) -> tuple[list[float], torch.Tensor]:
+    """As in the released CIFAR-10 demo: both losses against the queue as it was, their sum, then 2B keys at once."""
+    plan, c = synthetic.plan(recipe), recipe.contrast
+    f_q, f_k = learner.f_q, learner.f_k
+    optimizer = torch.optim.SGD(f_q.parameters(), lr=0.1, momentum=0.9, weight_decay=recipe.optimizer.weight_decay)
+    mean, std = (torch.tensor(v, dtype=torch.float64)[:, None, None] for v in (recipe.augment.mean, recipe.augment.std))
+    fifo, losses = list(learner.queue.keys), []
+    for step, batch in enumerate(synthetic.batches(plan, Ranks())):
+        x = [((batch.crops[:, v].permute(0, 3, 1, 2).double() / 255) - mean) / std for v in (0, 1)]
+        queue, terms, keys = torch.stack(fifo), [], []
+        for direction, (view_q, view_k) in enumerate(((0, 1), (1, 0))):
+            perm = permutation(0, step, 8, GROUP, direction=direction)
+            with torch.no_grad():
+                k = F.normalize(f_k(x[view_k][perm]), dim=1)[torch.argsort(perm)]
+            q = F.normalize(f_q(x[view_q]), dim=1)
+            logits = torch.cat([(q * k).sum(1, keepdim=True), q @ queue.T], dim=1) / c.temperature
+            terms.append(F.cross_entropy(logits, torch.zeros(len(q), dtype=torch.long)))
+            keys.append(k)
+        optimizer.param_groups[0]["lr"] = learning_rate(plan, step)
+        optimizer.zero_grad()
+        sum(terms).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for p_q, p_k in zip(f_q.parameters(), f_k.parameters(), strict=True):
+                p_k.copy_(c.key_momentum * p_k + (1 - c.key_momentum) * p_q)
+        for j, key in enumerate(torch.cat(keys)):
+            fifo[(step * 2 * len(q) + j) % c.queue_keys] = key
+        losses.append(sum(terms).item() / 2)
+    return losses, torch.stack(fifo)
+
+
+def test_the_symmetric_form_equals_the_released_demo():
+    recipe = synthetic.recipe(augment=synthetic.PLAIN, contrast={"symmetric": True})
+    ours = synthetic.small_learner(recipe)
+    plan, log = synthetic.plan(recipe), synthetic.Log()
+    train(ours, synthetic.batches(plan, Ranks()), plan, Ranks(), log.outputs())
+    expected, queue = losses_of_the_symmetric_form(synthetic.small_learner(recipe), recipe)
+    assert log.losses() == pytest.approx(expected, abs=1e-10)
+    assert torch.allclose(ours.queue.keys, queue, atol=1e-10)
+
+
+def test_channels_last_changes_the_layout_and_not_the_losses():
+    expected = synthetic.run(Ranks(), synthetic.recipe())[0].losses()
+    log, learner = synthetic.run(Ranks(), synthetic.recipe(run={"memory_format": "channels_last"}))
+    assert learner.f_q.backbone[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert log.losses() == pytest.approx(expected, abs=1e-9)
+
+
+def test_bfloat16_runs_the_encoders_alone_and_keeps_all_that_is_remembered_in_float32():
+    short = {"schedule": {"steps": 4}}
+    expected = synthetic.run(Ranks(), synthetic.recipe(encoder={"precision": "float32"}, **short))[0].losses()
+    with mock.patch("moco_ray.train.normalize", side_effect=F.normalize) as normalize:
+        log, learner = synthetic.run(Ranks(), synthetic.recipe(encoder={"precision": "bfloat16"}, **short))
+    assert {call.args[0].dtype for call in normalize.call_args_list} == {torch.float32}
+    state = synthetic.flat(learner.state_dict())
+    assert {v.dtype for v in state.values() if isinstance(v, torch.Tensor)} == {torch.float32, torch.int64}
+    assert log.losses() == pytest.approx(expected, rel=0.02) and log.losses() != expected

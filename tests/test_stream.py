@@ -42,7 +42,7 @@ def picture(number: int) -> bytes:
     return encoded.getvalue()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # stopped before the next file starts its own
 def cluster():
     """The one local Ray of this file, in a folder of its own."""
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # short: it holds sockets

@@ -1,0 +1,168 @@
+"""The product as its user runs it: `moco-ray` in a process of its own, two Ray Train workers, a local Ray.
+
+One run is interrupted as a person does it, resumed, looked at and evaluated. Few Ray runs that each prove much.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from moco_ray import checkpoint
+from moco_ray.data.demo import drawn_prototypes
+from moco_ray.monitor import NOT_REPRODUCIBLE, read_metrics
+
+STEPS, SAVE, LOG, EPOCH = 120, 25, 10, 37  # 600 rows in batches of 16: 37 steps an epoch, 8 rows left out
+RECIPE = f"""
+[encoder]
+backbone = "resnet10"
+feature_dim = 32
+[contrast]
+queue_keys = 200
+key_momentum = 0.99
+[batch]
+global_batch_size = 16
+bn_group_size = 4
+[schedule]
+steps = {STEPS}
+[augment]
+image_pixels = 32
+blur_probability = 0.0
+[evaluation]
+every_epochs = 1
+neighbours = 5
+resize_pixels = 32
+bank_rows = 300
+[run]
+log_every_steps = {LOG}
+checkpoint_every_steps = {SAVE}
+keep_checkpoints = 2
+"""
+LOGGED = sorted({*range(LOG, STEPS + 1, LOG), *range(SAVE, STEPS, SAVE)})
+EVALUATED = [EPOCH, 2 * EPOCH, 3 * EPOCH, STEPS]
+
+
+class Shell:
+    """Runs `moco-ray` in one folder, with a Ray of its own below a short temporary folder (it holds sockets)."""
+
+    def __init__(self, folder: Path):
+        self.folder, self._ray = folder, tempfile.mkdtemp(prefix="ray", dir="/tmp")
+
+    def start(self, *words: str) -> subprocess.Popen:
+        environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"RAY_TMPDIR": self._ray}
+        return subprocess.Popen(
+            [sys.executable, "-m", "moco_ray", *words],
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *words: str) -> tuple[int, str, str]:
+        process = self.start(*words)
+        out, error = process.communicate(timeout=400)
+        return process.returncode, out, error
+
+    def close(self) -> None:
+        shutil.rmtree(self._ray, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("user")
+    drawn_prototypes(folder / "drawn", rows=600, test_rows=200)
+    (folder / "small.toml").write_text(RECIPE)
+    shell = Shell(folder)
+    yield shell
+    shell.close()
+
+
+SETS = ("--data", "drawn/train", "evaluation.bank_uri=drawn/train", "evaluation.query_uri=drawn/test")
+
+
+@pytest.fixture(scope="module")
+def run(shell):
+    """A run that was interrupted after its first checkpoint and resumed to its end: its folder and its outputs."""
+    folder = shell.folder / "runs" / "small"
+    process = shell.start("pretrain", "small.toml", "--workers", "2", *SETS)
+    deadline = time.monotonic() + 240
+    while not checkpoint.newest(folder / "checkpoints"):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    first = process.communicate(timeout=120)
+    reached = checkpoint.step_of(checkpoint.newest(folder / "checkpoints"))
+    assert process.returncode == 130 and reached < STEPS, (process.returncode, first)  # it was interrupted
+    code, *second = shell.run("resume", "runs/small", "--workers", "2")
+    assert code == 0, second
+    return folder, reached, first, second
+
+
+def test_an_interrupted_run_is_resumed_from_its_newest_checkpoint_and_every_step_appears_once(run):
+    folder, reached, (out, error), (resumed_out, resumed_error) = run
+    assert "run folder:" in out and "tensorboard --logdir" in out and "moco-ray resume" in error
+    assert f"from step {reached}" in resumed_out and "finished" in resumed_out
+    assert f"step {STEPS}/{STEPS}" in resumed_error and "img/s" in resumed_error and "kNN" in resumed_error
+    assert "Traceback" not in error + resumed_error
+    entries = read_metrics(folder / "metrics.jsonl")
+    assert [e["step"] for e in entries if "loss" in e] == LOGGED
+    assert [e["step"] for e in entries if "knn_top1" in e] == EVALUATED
+
+
+def test_the_run_folder_holds_recipe_plan_commit_checkpoints_curves_and_nothing_half_written(run):
+    folder, *_ = run
+    facts, plan = (json.loads((folder / name).read_text()) for name in ("run.json", "plan.json"))
+    assert {"git_commit", "git_dirty", "versions", "data_fingerprint", "started"} <= facts.keys()
+    assert (plan["total_steps"], plan["steps_per_epoch"], plan["dropped_rows_per_epoch"]) == (STEPS, EPOCH, 8)
+    assert [checkpoint.step_of(p) for p in checkpoint.whole(folder / "checkpoints")] == [STEPS, 100]
+    state, about = checkpoint.load(checkpoint.newest(folder / "checkpoints"))
+    assert state["step"] == STEPS and about["data_fingerprint"] == facts["data_fingerprint"]
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(folder.rglob("*.part"))
+
+
+def test_tensorboard_has_every_scalar_once_a_step_and_chance_beside_the_loss(run):
+    folder, *_ = run
+    scalars = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    for tag in (
+        "learning/loss", "learning/contrast_top1", "learning/contrast_top5", "learning/learning_rate",
+        "dictionary/queue_fill", "dictionary/positive_similarity", "dictionary/negative_similarity",
+        "input/images_per_second", "input/wait_share",
+    ):  # fmt: skip
+        assert [event.step for event in scalars.Scalars(tag)] == LOGGED, tag
+    assert [event.step for event in scalars.Scalars("evaluation/knn_top1_backbone_features")] == EVALUATED
+    chance = EventAccumulator(str(folder / "tensorboard" / "chance"), size_guidance={"scalars": 0}).Reload()
+    assert {round(event.value, 3) for event in chance.Scalars("learning/loss")} == {5.303}  # log(201)
+
+
+def test_evaluate_prints_the_three_rows_and_keeps_them(shell, run):
+    folder, *_ = run
+    code, out, error = shell.run("evaluate", "runs/small", "evaluation.neighbours=5")
+    assert code == 2 and "neighbours 200" not in error  # it takes no overrides: unrecognised words are refused
+    code, out, error = shell.run("evaluate", "runs/small")
+    assert code == 0, error
+    for name in ("raw pixels", "untrained encoder", "trained encoder"):
+        assert name in out
+    held = json.loads((folder / "evaluation.json").read_text())
+    assert held["step"] == STEPS and "200 queries, bank of 600" in held["about"]
+
+
+@pytest.mark.slow
+def test_the_resumed_run_equals_one_that_never_stopped_through_ray_too(shell, run):
+    folder, *_ = run
+    code, out, error = shell.run("pretrain", "small.toml", "--workers", "2", "--name", "straight", *SETS)
+    assert code == 0, error
+    resumed, straight = (
+        [{k: v for k, v in e.items() if k not in NOT_REPRODUCIBLE} for e in read_metrics(path / "metrics.jsonl")]
+        for path in (folder, folder.parent / "straight")
+    )
+    assert resumed == straight
