@@ -149,13 +149,14 @@ def _show_plan(arguments: argparse.Namespace) -> None:
 
 
 def _demo_data(arguments: argparse.Namespace) -> None:
-    from moco_ray.data import demo
+    from moco_ray.data.demo import fashion_mnist
+    from moco_ray.data.prototypes import drawn_prototypes
 
     target = Path(arguments.target)
     if arguments.drawn:
-        summary = demo.drawn_prototypes(target)
+        summary = drawn_prototypes(target)
     else:
-        summary = demo.fashion_mnist(target, Path(arguments.source) if arguments.source else None)
+        summary = fashion_mnist(target, Path(arguments.source) if arguments.source else None)
     _say(f"{target}: {summary}")
 
 

@@ -225,7 +225,9 @@ def ray_session(workers: int, debug: bool = False):
         total = ray.cluster_resources()
         gpus = int(total.get("GPU", 0)) if torch.cuda.is_available() or total.get("GPU") else 0
         cpus = int(total.get("CPU", 0))
-        each = max(1, (cpus - max(SPARE_CPUS, workers)) // workers) if not gpus else 1
+        # On a cluster a quarter of the CPUs is left for reading data; the local Ray was made with its spare ones.
+        spare = max(SPARE_CPUS, workers, cpus // 4 if os.environ.get("RAY_ADDRESS") else 0)
+        each = max(1, (cpus - spare) // workers) if not gpus else 1
         if cpus < workers * each + 1:
             raise UserError(
                 f"the Ray cluster has {cpus} CPUs: {workers} workers of {each} leave none for reading data, and the run would wait "

@@ -10,7 +10,7 @@ import torch
 
 from moco_ray.data.batch import Batch
 from moco_ray.data.decode import centre_crop, decode
-from moco_ray.data.demo import drawn_prototypes
+from moco_ray.data.prototypes import drawn_prototypes
 from moco_ray.data.segment import Segments, Source, segment_steps
 from moco_ray.data.shards import build_manifest, read_chunk_rows
 from moco_ray.evaluate.features import backbone_of, raw_pixels

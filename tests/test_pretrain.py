@@ -17,7 +17,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from moco_ray import checkpoint
-from moco_ray.data.demo import drawn_prototypes
+from moco_ray.data.prototypes import drawn_prototypes
 from moco_ray.monitor import NOT_REPRODUCIBLE, read_metrics
 
 STEPS, SAVE, LOG, EPOCH = 120, 25, 10, 37  # 600 rows in batches of 16: 37 steps an epoch, 8 rows left out

@@ -1,36 +1,19 @@
-"""Data sets to try the trainer on: Fashion-MNIST, and drawn prototypes for a learning test.
+"""Fashion-MNIST, the demo's data set: finds its four files, checks them and writes them as Parquet shards.
 
-Responsible for finding Fashion-MNIST's four files and checking them, for drawing the generated set, and
-for writing both as folders of Parquet shards (columns `image` PNG bytes, `label` int64, `id` string). Not
-responsible for packing a user's own images (see pack.py), nor for reading anything back (see shards.py).
+Not responsible for how the shards are written (demo_shards.py) nor for the generated set (prototypes.py).
 """
 
 import gzip
 import hashlib
-import io
-import json
-import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import zlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-from PIL import Image, ImageDraw
 
+from moco_ray.data.demo_shards import FORMAT_VERSION, Split, png, shuffled, write_once
 from moco_ray.errors import UserError
-
-ROWS_PER_ROW_GROUP = 128  # the unit that training reads
-ROWS_PER_SHARD = 50 * ROWS_PER_ROW_GROUP
-FORMAT_VERSION = 1
-SUMMARY = "summary.json"
-SHARD = "part-{}.parquet"
 
 INSTALLED = Path("/usr/share/datasets/fashion-mnist")  # where Debian's package puts the files
 DEBIAN_PACKAGE = "dataset-fashion-mnist"
@@ -48,26 +31,6 @@ FASHION_CLASSES = (
     "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"
 )  # fmt: skip
 IDX_MAGIC = {1: 0x00000801, 3: 0x00000803}  # unsigned bytes in one or three dimensions
-
-# The generated set. Tuned, over two seeds, until 1-NN from 10 labels per class gives 0.35 to 0.39 on raw pixels
-# (cosine) and 0.20 on a small untrained net, 0.05 being chance: room to learn, and nothing to gain from pixels.
-PROTOTYPES = 20
-PROTOTYPE_PIXELS = 96
-GROUND, DISC = 128, 200  # greys; every prototype is a disc with other marks, so outlines tell nothing
-MARK_REACH = (0.1, 0.25)  # half the width of a mark, as a share of the prototype's side
-CROP_AREA = (0.3, 1.0)
-TURN_DEGREES = 25.0
-CONTRAST, BRIGHTNESS = (0.6, 1.4), (0.7, 1.3)
-NOISE = 5.0  # standard deviation, of 255
-
-
-class Split(NamedTuple):
-    """One folder of a data set, in the order in which it is written."""
-
-    name: str
-    images: list[bytes]  # PNG
-    labels: np.ndarray  # rows, int64
-    ids: list[str]
 
 
 def fashion_mnist(target: Path, source: Path | None = None, validation_rows: int = 10_000) -> dict:
@@ -92,7 +55,7 @@ def fashion_mnist(target: Path, source: Path | None = None, validation_rows: int
             origin, arrays = f"the folder {source}", _read_fashion(_locate(Path(source)))
         return origin, _fashion_splits(arrays, validation_rows)
 
-    return _write_once(Path(target), identity, FASHION_CLASSES, make)
+    return write_once(Path(target), identity, FASHION_CLASSES, make)
 
 
 def _fashion_splits(arrays: dict[str, np.ndarray], validation_rows: int) -> list[Split]:
@@ -101,19 +64,19 @@ def _fashion_splits(arrays: dict[str, np.ndarray], validation_rows: int) -> list
         raise UserError(
             f"validation_rows {validation_rows} leaves no rows to train or validate on; choose 1 to {len(labels) - 1}"
         )
-    order = _shuffled(len(labels), FASHION_SEED)
+    order = shuffled(len(labels), FASHION_SEED)
     train, validation = order[:-validation_rows], order[-validation_rows:]
     test_images, test_labels = arrays["t10k-images-idx3-ubyte"], arrays["t10k-labels-idx1-ubyte"]
     return [
         _published_split("train", "train", images, labels, train),
         _published_split("validation", "train", images, labels, validation),
-        _published_split("test", "test", test_images, test_labels, _shuffled(len(test_labels), FASHION_SEED)),
+        _published_split("test", "test", test_images, test_labels, shuffled(len(test_labels), FASHION_SEED)),
     ]
 
 
 def _published_split(name: str, file: str, images: np.ndarray, labels: np.ndarray, order: np.ndarray) -> Split:
     ids = [f"{file}-{index:05d}" for index in order]  # the image's place in the published file
-    return Split(name, [_png(images[index]) for index in order], labels[order].astype(np.int64), ids)
+    return Split(name, [png(images[index]) for index in order], labels[order].astype(np.int64), ids)
 
 
 def _search(scratch: Path) -> tuple[str, dict[str, np.ndarray]]:
@@ -223,169 +186,3 @@ def _read_idx(path: Path, sha256: str) -> np.ndarray:
     if hashlib.sha256(content).hexdigest() != sha256:
         raise UserError(f"{path} is not the published file (its SHA-256 differs); get it again")
     return body.reshape(shape)
-
-
-def drawn_prototypes(target: Path, rows: int = 12_800, test_rows: int = 2_000, seed: int = 0, pixels: int = 36) -> dict:
-    """Write the generated set for a learning test below `target` and return its summary.
-
-    Twenty prototypes are drawn in grey; each of `rows` images (`target`/train) and `test_rows` images
-    (`target`/test) shows one of them, in equal shares, under the nuisances that the augmentation removes:
-    crop, flip, small turn, brightness, contrast, a little noise. PNGs of `pixels` by `pixels`. Grey and
-    without clutter on purpose: a colour or a background drawn for each image tells the images apart, and
-    an encoder then learns that and not the prototype. So the set shows that the machinery learns, not that
-    features transfer to photographs.
-
-    The same arguments give the same pixels where NumPy and Pillow are the same. A whole `target` is left
-    alone and an incomplete one rebuilt, as in `fashion_mnist`. Raises UserError.
-    """
-    if min(rows, test_rows) < PROTOTYPES or pixels < 8:
-        raise UserError(
-            f"rows {rows} and test_rows {test_rows} must be at least {PROTOTYPES}, one image of each prototype, "
-            f"and pixels {pixels} at least 8"
-        )
-    identity = {"data": "drawn-prototypes", "version": FORMAT_VERSION}
-    identity |= {"rows": rows, "test_rows": test_rows, "seed": seed, "pixels": pixels}
-
-    def make(_scratch: Path) -> tuple[str, list[Split]]:
-        prototypes = [_draw_prototype(np.random.default_rng([seed, 0, label])) for label in range(PROTOTYPES)]
-        train = _drawn_split("train", prototypes, rows, [seed, 1], pixels)
-        return "drawn by moco_ray", [train, _drawn_split("test", prototypes, test_rows, [seed, 2], pixels)]
-
-    return _write_once(Path(target), identity, tuple(f"prototype {n}" for n in range(PROTOTYPES)), make)
-
-
-def _drawn_split(name: str, prototypes: list[Image.Image], rows: int, key: list[int], pixels: int) -> Split:
-    labels = np.random.default_rng(key).permutation(rows) % len(prototypes)
-    images = [
-        _png(_view(prototypes[label], np.random.default_rng([*key, row]), pixels)) for row, label in enumerate(labels)
-    ]
-    return Split(name, images, labels.astype(np.int64), [f"{name}-{row:05d}" for row in range(rows)])
-
-
-def _draw_prototype(random: np.random.Generator) -> Image.Image:
-    """A disc with an ellipse, a polygon and a stroke on it, in any order, lighter or darker than the ground."""
-    image = Image.new("L", (PROTOTYPE_PIXELS, PROTOTYPE_PIXELS), GROUND)
-    draw = ImageDraw.Draw(image)
-    draw.ellipse([0.08 * PROTOTYPE_PIXELS] * 2 + [0.92 * PROTOTYPE_PIXELS] * 2, fill=DISC)
-    for kind in random.permutation(["ellipse", "polygon", "stroke"]):
-        grey = GROUND + int(random.integers(40, 100)) * int(random.choice([-1, 1]))
-        centre = random.uniform(0.2, 0.8, 2) * PROTOTYPE_PIXELS
-        reach = random.uniform(*MARK_REACH, 2) * PROTOTYPE_PIXELS
-        if kind == "ellipse":
-            draw.ellipse([*(centre - reach), *(centre + reach)], fill=grey)
-        elif kind == "polygon":
-            angles = np.sort(random.uniform(0.0, 2.0 * np.pi, random.integers(3, 7)))
-            corners = centre + np.stack([np.cos(angles), np.sin(angles)], axis=1) * 1.3 * reach
-            draw.polygon([tuple(corner) for corner in corners], fill=grey)
-        else:
-            points = random.uniform(0.1, 0.9, (4, 2)) * PROTOTYPE_PIXELS
-            draw.line([tuple(point) for point in points], fill=grey, width=7, joint="curve")
-    return image
-
-
-def _view(prototype: Image.Image, random: np.random.Generator, pixels: int) -> np.ndarray:
-    """One sight of a prototype under the nuisances: pixels,pixels uint8."""
-    stretch = np.exp(random.uniform(np.log(3 / 4), np.log(4 / 3)) / 2)
-    side = np.sqrt(random.uniform(*CROP_AREA))
-    size = PROTOTYPE_PIXELS * np.minimum([side * stretch, side / stretch], 1.0)  # width, height of the crop
-    centre = size / 2 + random.uniform(0.0, 1.0, 2) * (PROTOTYPE_PIXELS - size)
-    angle = np.deg2rad(random.uniform(-TURN_DEGREES, TURN_DEGREES))
-    flip = random.choice([-1.0, 1.0])
-    fine = 2 * pixels  # sampled at twice the size, then averaged: edges are smooth
-    turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
-    matrix = turn @ np.diag([flip * size[0], size[1]]) / fine  # from the view's places to the prototype's
-    offset = centre - matrix @ [pixels, pixels]
-    places = (*matrix[0], offset[0], *matrix[1], offset[1])
-    affine, bilinear = Image.Transform.AFFINE, Image.Resampling.BILINEAR
-    seen = prototype.transform((fine, fine), affine, places, bilinear, fillcolor=GROUND)
-    grey = np.asarray(seen.reduce(2), dtype=np.float64)
-    mean = grey.mean()
-    grey = (grey - mean) * random.uniform(*CONTRAST) + mean * random.uniform(*BRIGHTNESS)
-    grey += random.normal(0.0, NOISE, grey.shape)
-    return np.clip(np.rint(grey), 0, 255).astype(np.uint8)
-
-
-def _shuffled(rows: int, seed: int) -> np.ndarray:
-    """A permutation of `rows`, int64. From raw PCG64 bits, which NumPy promises to keep from version to version."""
-    return np.argsort(np.random.PCG64(seed).random_raw(rows), kind="stable")
-
-
-def _png(pixels: np.ndarray) -> bytes:
-    """H,W uint8 grey as a PNG file."""
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, format="PNG")
-    return buffer.getvalue()
-
-
-def _write_once(
-    target: Path, identity: dict, classes: tuple[str, ...], make: Callable[[Path], tuple[str, list[Split]]]
-) -> dict:
-    """Return the summary of a whole `target`, building it first if there is none; `already_there` says which."""
-    summary = _recognise(target, identity)
-    if summary is not None:
-        return {**summary, "already_there": True}
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
-        origin, splits = make(Path(scratch).resolve())  # commands run inside it, so their paths must be whole
-        whole = Path(scratch, "whole")
-        for split in splits:
-            _write_split(whole / split.name, split)
-        summary = {
-            "arguments": identity,
-            "origin": origin,
-            "classes": list(classes),
-            "rows": {split.name: len(split.ids) for split in splits},
-            "bytes": {str(path.relative_to(whole)): path.stat().st_size for path in sorted(whole.glob("*/*.parquet"))},
-        }
-        (whole / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-        if target.is_dir():
-            shutil.rmtree(target)  # empty or incomplete, and ours: _recognise has looked
-        os.replace(whole, target)
-    return {**summary, "already_there": False}
-
-
-def _recognise(target: Path, identity: dict) -> dict | None:
-    """The summary of a whole target; None if it must be built. Raises UserError where building would destroy.
-
-    Only an empty folder, or one that holds a summary, its shards and nothing else, may be replaced: shards
-    without a summary may be somebody's own.
-    """
-    if not target.exists():
-        return None
-    files = [path for path in target.rglob("*") if not path.is_dir()] if target.is_dir() else [target]
-    known = target / SUMMARY in files
-    foreign = [path for path in files if path != target / SUMMARY and not (known and path.match(SHARD.format("?????")))]
-    if foreign:
-        raise UserError(f"{foreign[0]} was not written by demo-data; choose an empty or new folder as the target")
-    try:
-        summary = json.loads((target / SUMMARY).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # none, or a cut one
-        return None
-    if not isinstance(summary, dict) or not {"arguments", "bytes"} <= summary.keys():
-        raise UserError(f"{target / SUMMARY} was not written by demo-data; choose an empty or new folder as the target")
-    shards = {name: target / name for name in summary["bytes"]}
-    whole = all(path.is_file() and path.stat().st_size == summary["bytes"][name] for name, path in shards.items())
-    if whole and summary["arguments"] != identity:
-        raise UserError(
-            f"{target} holds the data set of {summary['arguments']}, not {identity}; delete it or choose another target"
-        )
-    return summary if whole else None
-
-
-def _write_split(folder: Path, split: Split) -> None:
-    folder.mkdir(parents=True)
-    table = pa.table(
-        {
-            "image": pa.array(split.images, pa.binary()),
-            "label": pa.array(split.labels, pa.int64()),
-            "id": pa.array(split.ids, pa.string()),
-        }
-    )
-    for shard, start in enumerate(range(0, table.num_rows, ROWS_PER_SHARD)):
-        pq.write_table(
-            table.slice(start, ROWS_PER_SHARD),
-            folder / SHARD.format(f"{shard:05d}"),
-            row_group_size=ROWS_PER_ROW_GROUP,
-            compression="none",  # a PNG is compressed already
-            use_dictionary=False,
-        )
