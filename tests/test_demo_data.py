@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from moco_ray.data import demo
+from moco_ray.data import demo, demo_shards
 from moco_ray.data.demo import fashion_mnist
 from moco_ray.data.prototypes import drawn_prototypes
 from moco_ray.errors import UserError
@@ -37,7 +37,7 @@ def published(monkeypatch) -> dict[str, np.ndarray]:
         arrays[f"{part}-labels-idx1-ubyte"] = random.integers(0, 10, rows, dtype=np.uint8)
     digests = {name: hashlib.sha256(idx(array)).hexdigest() for name, array in arrays.items()}
     monkeypatch.setattr(demo, "FASHION_FILES", digests)
-    monkeypatch.setattr(demo, "ROWS_PER_SHARD", 256)
+    monkeypatch.setattr(demo_shards, "ROWS_PER_SHARD", 256)
     return arrays
 
 
@@ -140,7 +140,7 @@ def test_an_incomplete_target_is_rebuilt(loss, source, tmp_path):
     assert content(target) == whole
 
 
-@pytest.mark.parametrize("moment", [(demo, "_write_split"), (os, "replace")])
+@pytest.mark.parametrize("moment", [(demo_shards, "_write_split"), (os, "replace")])
 def test_a_build_that_is_interrupted_leaves_nothing(moment, source, tmp_path, monkeypatch):
     """In the second folder, and when all that is left to do is one rename."""
     calls, original = [], getattr(*moment)
