@@ -15,7 +15,8 @@ install: .venv/installed
 # Pre-train on Fashion-MNIST with two workers, then compare the backbone with raw pixels and the untrained encoder.
 demo: install
 	$(BIN)/moco-ray demo-data data/fashion-mnist
-	@if [ -e $(DEMO)/run.json ]; then echo "$(DEMO) holds a run already; its result:"; \
+	@if [ -e $(DEMO)/curves.png ]; then echo "$(DEMO) holds a finished run; its result:"; \
+	elif [ -e $(DEMO)/run.json ]; then $(BIN)/moco-ray resume $(DEMO); \
 	else $(BIN)/moco-ray pretrain jobs/demo.toml --workers 2 --storage runs --name demo; fi
 	$(BIN)/moco-ray evaluate $(DEMO) --queries data/fashion-mnist/test
 	@echo "curves:     $(DEMO)/curves.png"

@@ -45,8 +45,9 @@ def save(folder: Path, step: int, state: dict[str, Any], about: dict[str, Any], 
             "storage) and go on with `moco-ray resume`"
         ) from error
     for old in whole(folder)[keep:]:
-        old.with_suffix(".json").unlink()  # first the marker: a half-deleted checkpoint is no checkpoint
-        old.unlink()
+        with contextlib.suppress(OSError):  # what cannot be deleted now is tried again at the next save
+            old.with_suffix(".json").unlink()  # first the marker: a half-deleted checkpoint is no checkpoint
+            old.unlink()
     return path
 
 
@@ -71,6 +72,11 @@ def newest(folder: Path) -> Path | None:
 
 def step_of(path: Path) -> int:
     return int(path.stem.removeprefix("step-"))
+
+
+def about_of(path: Path) -> dict[str, Any]:
+    """What a complete checkpoint says about itself, from its marker alone."""
+    return json.loads(path.with_suffix(".json").read_text())["about"]
 
 
 def load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -67,10 +67,13 @@ def _parser() -> argparse.ArgumentParser:
 
     resume = command("resume", _resume, "go on from a run's newest checkpoint, with any number of workers")
     resume.add_argument("folder", metavar="RUN", help="run folder: storage/name")
-    resume.add_argument("--workers", type=int, default=1, help="Ray Train workers (1)")
+    resume.add_argument("--workers", type=int, help="Ray Train workers (as many as carried it last)")
     resume.add_argument("--data", metavar="URI", help="the same images at another place: data.uri")
     resume.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="run.* (but the seed), evaluation.* and data.uri may change"
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="run.* (but the seed), evaluation.*, data.uri and data.max_bad_rows_fraction may change",
     )
 
     plan = command("show-plan", _show_plan, "print what a recipe means: steps, groups, rates, memory, warnings")

@@ -42,16 +42,18 @@ def evaluate_run(folder: RunFolder, bank_uri: str | None, query_uri: str | None,
     }
     sets = labelled_sets(recipe, all_rows=True)
     with ray_session(1, debug):
-        bank, bank_labels = describe_set(sets[0], descriptions, recipe, Ranks(device=device))
-        queries, query_labels = describe_set(sets[1], descriptions, recipe, Ranks(device=device))
-    usable = [k for k in NEIGHBOURS if k <= len(bank_labels)]
+        bank = describe_set(sets[0], descriptions, recipe, Ranks(device=device))
+        queries = describe_set(sets[1], descriptions, recipe, Ranks(device=device))
+    usable = [k for k in NEIGHBOURS if k <= len(bank.labels)]
     if not usable:
         raise UserError(
-            f"the bank {recipe.evaluation.bank_uri} has {len(bank_labels)} images; kNN needs {NEIGHBOURS[0]}"
+            f"the bank {recipe.evaluation.bank_uri} has {len(bank.labels)} images; kNN needs {NEIGHBOURS[0]}"
         )
-    named = {name: (bank[name], queries[name]) for name in descriptions}
-    rows = compare(named, bank_labels, query_labels, usable)
-    about = f"features of the backbone, step {trained.step}; {len(query_labels)} queries, bank of {len(bank_labels)}"
+    named = {name: (bank.features[name], queries.features[name]) for name in descriptions}
+    rows = compare(named, bank.labels, queries.labels, usable)
+    about = f"features of the backbone, step {trained.step}; {len(queries.labels)} queries, bank of {len(bank.labels)}"
+    if bank.left_out + queries.left_out:
+        about += f"; {bank.left_out + queries.left_out} images could not be read and are left out"
     if len(usable) < len(NEIGHBOURS):
         about += f"; no k = {NEIGHBOURS[-1]}, the bank is too small for it"
     (folder.path / "evaluation.json").write_text(

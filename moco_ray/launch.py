@@ -7,6 +7,7 @@ the worker's function that puts ranks, data, learner and outputs together. Not r
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -30,7 +31,7 @@ from moco_ray.plan import Plan
 from moco_ray.progress import Progress
 from moco_ray.ranks import Ranks
 from moco_ray.recipe import Recipe
-from moco_ray.run_folder import RunFolder
+from moco_ray.run_folder import RunFolder, code_version, told_as_user_error
 from moco_ray.train import Outputs, train
 
 SPARE_CPUS = 2  # for the data tasks of a local Ray; they share the cores with the workers
@@ -58,19 +59,25 @@ def pretrain(recipe: Recipe, folder: RunFolder, workers: int, debug: bool = Fals
     manifest, plan = survey(recipe)
     plan.refuse_world(workers)
     folder.refuse_if_taken(recipe)
+    for warning in [*plan.warnings(), *manifest.warnings]:
+        print(f"warning: {warning}", file=sys.stderr)
     folder.create(recipe, plan, manifest)
-    _carry(recipe, plan, folder, workers, debug)
+    _carry(plan, folder, workers, debug)
     return folder
 
 
-def resume(folder: RunFolder, workers: int, overrides: list[str], debug: bool = False) -> RunFolder:
-    """Carry a run on from its newest checkpoint, with any number of workers from one to its BN groups."""
+def resume(folder: RunFolder, workers: int | None, overrides: list[str], debug: bool = False) -> RunFolder:
+    """Carry a run on from its newest checkpoint, with any number of workers from one to its BN groups.
+
+    None: as many as carried it last.
+    """
+    workers = folder.last_workers() if workers is None else workers
     started = Recipe.read(folder.recipe)
     recipe = Recipe.read(folder.recipe, overrides).at_absolute_paths()
     if recipe.fingerprint() != started.fingerprint():
         raise UserError(
             f"a resumed run must compute the same; this would change {'; '.join(recipe.differences(started))}. Start a new run "
-            "for that (what may change: run.* but the seed, evaluation.*, data.uri)"
+            "for that (what may change: run.* but the seed, evaluation.*, data.uri, data.max_bad_rows_fraction)"
         )
     manifest, plan = survey(recipe)
     plan.refuse_world(workers)
@@ -83,9 +90,10 @@ def resume(folder: RunFolder, workers: int, overrides: list[str], debug: bool = 
         )
     if last and checkpoint.step_of(last) >= plan.total_steps:
         raise UserError(f"{folder.path} is finished: all {plan.total_steps} steps are done")
-    folder.recipe.write_text(recipe.toml())
-    manifest.save(folder.manifest)  # its address may be another one
-    _carry(recipe, plan, folder, workers, debug)
+    if last:
+        checkpoint.refuse_other(last, checkpoint.about_of(last), recipe.fingerprint(), manifest.fingerprint)
+    folder.update(recipe, manifest)
+    _carry(plan, folder, workers, debug)
     return folder
 
 
@@ -102,11 +110,12 @@ def survey(recipe: Recipe) -> tuple[Manifest, Plan]:
     return manifest, plan
 
 
-def _carry(recipe: Recipe, plan: Plan, folder: RunFolder, workers: int, debug: bool) -> None:
-    with ray_session(workers, debug) as (cpus, gpus):
-        board = Board.remote()
+def _carry(plan: Plan, folder: RunFolder, workers: int, debug: bool) -> None:
+    with folder.locked(), ray_session(workers, debug) as (cpus, gpus):
         last = checkpoint.newest(folder.checkpoints)
-        progress = Progress(plan, checkpoint.step_of(last) if last else 0)
+        start = checkpoint.step_of(last) if last else 0
+        folder.add_attempt(workers, start)
+        board, progress = Board.remote(), Progress(plan, start)
         stop = threading.Event()
         watcher = threading.Thread(target=_watch, args=(board, progress, stop), daemon=True)
         watcher.start()
@@ -130,7 +139,7 @@ def _carry(recipe: Recipe, plan: Plan, folder: RunFolder, workers: int, debug: b
         try:
             trainer.fit()
         except ray.train.TrainingFailedError as error:
-            raise _cause(error) from error
+            raise _cause(error, folder, debug) from error
         finally:
             stop.set()
             watcher.join()
@@ -148,17 +157,28 @@ def _worker(config: dict[str, Any]) -> None:
     recipe, manifest = Recipe.read(folder.recipe), Manifest.load(folder.manifest)
     refuse_emulated_precision(recipe.encoder, device)
     plan, learner = Plan(recipe, manifest.rows), Learner.new(recipe, device)
-    about = {"recipe_fingerprint": recipe.fingerprint(), "data_fingerprint": manifest.fingerprint}
+    about = {
+        "recipe_fingerprint": recipe.fingerprint(),
+        "data_fingerprint": manifest.fingerprint,
+        "recipe": recipe.toml(),
+        "plan": plan.facts(),
+        "code": code_version(),
+    }
     restore(learner, folder, about, ranks)
 
     def tell(entry: dict[str, Any]) -> None:
         config["board"].tell.remote(entry)
 
-    monitor = Monitor(folder.path, plan, ranks, learner.step, tell)
+    with told_as_user_error(folder.path):
+        monitor = Monitor(folder.path, plan, ranks, learner.step, tell)
     sets = labelled_sets(recipe) if recipe.evaluation.bank_uri else None
 
+    def record(entry: dict[str, Any], bad: list) -> None:
+        with told_as_user_error(folder.path):
+            monitor.record(entry, bad)
+
     def save(learner: Learner) -> None:
-        with monitor.paused():
+        with monitor.paused(), told_as_user_error(folder.path):
             monitor.flush()
             save_on_first(learner, folder, about, recipe, ranks)
 
@@ -170,12 +190,13 @@ def _worker(config: dict[str, Any]) -> None:
     if device.type != "cpu":
         rows = (batch._replace(crops=batch.crops.to(device)) for batch in rows)
     try:
-        train(learner, monitor.timed(rows), plan, ranks, Outputs(monitor.record, save, evaluate))
+        train(learner, monitor.timed(rows), plan, ranks, Outputs(record, save, evaluate))
     finally:
-        monitor.close()
+        with contextlib.suppress(OSError):  # what stopped the run is the error to tell
+            monitor.close()
 
 
-def restore(learner: Learner, folder: RunFolder, about: dict[str, str], ranks: Ranks) -> None:
+def restore(learner: Learner, folder: RunFolder, about: dict[str, Any], ranks: Ranks) -> None:
     """Load the newest checkpoint, if there is one, and see that all ranks stand at the same point. Collective."""
     last = checkpoint.newest(folder.checkpoints)
     if last is not None:
@@ -189,7 +210,7 @@ def restore(learner: Learner, folder: RunFolder, about: dict[str, str], ranks: R
         )
 
 
-def save_on_first(learner: Learner, folder: RunFolder, about: dict[str, str], recipe: Recipe, ranks: Ranks) -> None:
+def save_on_first(learner: Learner, folder: RunFolder, about: dict[str, Any], recipe: Recipe, ranks: Ranks) -> None:
     """Rank 0 writes the checkpoint; a failure is raised on every rank, so that none waits for the others. Collective."""
     if not ranks.same_on_all(learner.queue.fingerprint()):
         raise RuntimeError(
@@ -217,17 +238,24 @@ def ray_session(workers: int, debug: bool = False):
     common = {"log_to_driver": debug, "logging_level": "INFO" if debug else "ERROR", "ignore_reinit_error": True}
     ours = not ray.is_initialized()
     if ours and os.environ.get("RAY_ADDRESS"):
-        ray.init(**common)
+        try:
+            ray.init(**common)
+        except ConnectionError as error:
+            address = os.environ["RAY_ADDRESS"]
+            raise UserError(
+                f"no Ray cluster answers at RAY_ADDRESS {address}; start it, or unset the variable"
+            ) from error
     elif ours:
-        each = max(1, (os.cpu_count() or 1) // workers)
+        each = max(1, len(os.sched_getaffinity(0)) // workers)
         ray.init("local", num_cpus=workers * each + max(SPARE_CPUS, workers), include_dashboard=False, **common)
     try:
-        total = ray.cluster_resources()
-        gpus = int(total.get("GPU", 0)) if torch.cuda.is_available() or total.get("GPU") else 0
-        cpus = int(total.get("CPU", 0))
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        gpus, cpus = (int(sum(node.get(kind, 0) for node in nodes)) for kind in ("GPU", "CPU"))
         # On a cluster a quarter of the CPUs is left for reading data; the local Ray was made with its spare ones.
         spare = max(SPARE_CPUS, workers, cpus // 4 if os.environ.get("RAY_ADDRESS") else 0)
         each = max(1, (cpus - spare) // workers) if not gpus else 1
+        while each > 1 and sum(int(node.get("CPU", 0)) // each for node in nodes) < workers:
+            each -= 1  # a worker's CPUs must lie on one node
         if cpus < workers * each + 1:
             raise UserError(
                 f"the Ray cluster has {cpus} CPUs: {workers} workers of {each} leave none for reading data, and the run would wait "
@@ -254,8 +282,8 @@ def _watch(board, progress: Progress, stop: threading.Event) -> None:
         stop.wait(POLL_SECONDS)
 
 
-def _cause(error: ray.train.TrainingFailedError) -> Exception:
-    """The user's error inside what Ray raises, or Ray's error itself."""
+def _cause(error: ray.train.TrainingFailedError, folder: RunFolder, debug: bool) -> Exception:
+    """The user's error inside what Ray raises; otherwise what happened in one line, or with `debug` Ray's error."""
     failures = getattr(error, "worker_failures", {}) or {}
     for failure in failures.values():
         seen: BaseException | None = failure
@@ -263,4 +291,10 @@ def _cause(error: ray.train.TrainingFailedError) -> Exception:
             if isinstance(seen, UserError):
                 return type(seen)(str(seen.args[0]).strip()) if seen.args else seen
             seen = getattr(seen, "cause", None) or seen.__cause__
-    return error
+    if debug:
+        return error
+    last = (str(next(iter(failures.values()), error)).strip() or repr(error)).splitlines()[-1]
+    return UserError(
+        f"the run stopped: {last}. `moco-ray resume {folder.path}` goes on from the newest checkpoint; with --debug the "
+        "whole story is shown"
+    )

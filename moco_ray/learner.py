@@ -88,6 +88,11 @@ class Learner:
         self.f_q.load_state_dict(state["query_encoder"])
         self.f_k.load_state_dict(state["key_encoder"])
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # torch would take the tensors themselves
+        for parameter, held in self.optimizer.state.items():
+            # In the parameter's own memory layout: the fused step pairs elements by their place in memory, so a
+            # run resumed with another memory_format would mix them up.
+            if held.get("momentum_buffer") is not None:
+                held["momentum_buffer"] = torch.empty_like(parameter).copy_(held["momentum_buffer"])
         self.queue.load_state_dict(state["queue"])
         self.step = int(state["step"])
         self.bad_epoch, self.bad_rows = int(state["bad_epoch"]), int(state["bad_rows"])

@@ -28,6 +28,7 @@ GROUPS = {  # card group in TensorBoard of each scalar
     "learning_rate": "learning/learning_rate",
     "gradient_norm": "learning/gradient_norm",
     "knn_top1": "evaluation/knn_top1_backbone_features",
+    "knn_left_out": "evaluation/images_left_out",
     "queue_fill": "dictionary/queue_fill",
     "positive_similarity": "dictionary/positive_similarity",
     "negative_similarity": "dictionary/negative_similarity",
@@ -50,8 +51,7 @@ class Monitor:
         if ranks.is_first:
             for name in ("metrics.jsonl", "quarantine.jsonl"):
                 _cut_after(run / name, start_step)
-            # Points of an interrupted attempt after the checkpoint are taken back: a step appears once.
-            purge = start_step + 1 if start_step else None
+            purge = start_step + 1  # takes back the points that an interrupted attempt wrote past its checkpoint
             self._writers = {
                 "run": SummaryWriter(str(run / "tensorboard"), purge_step=purge, flush_secs=20),
                 # A second small run under the same tag, so that chance is a line beside the loss.

@@ -194,6 +194,16 @@ class Recipe(Section):
     evaluation: Evaluation = Evaluation()
     run: Run = Run()
 
+    @model_validator(mode="after")
+    def _evaluation_crop_fits(self):
+        evaluation, pixels = self.evaluation, self.augment.image_pixels
+        if evaluation.bank_uri and evaluation.resize_pixels < pixels:
+            raise ValueError(
+                f"evaluation.resize_pixels {evaluation.resize_pixels} is smaller than the crop of augment.image_pixels "
+                f"{pixels}; make it at least as large"
+            )
+        return self
+
     @classmethod
     def read(cls, path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> "Recipe":
         """Read a TOML file and apply `section.key=value` overrides. Raises UserError."""
@@ -222,26 +232,30 @@ class Recipe(Section):
         for section, key in (("data", "uri"), ("evaluation", "bank_uri"), ("evaluation", "query_uri")):
             place = values[section][key]
             if place and "://" not in place:
-                values[section][key] = str(Path(place).absolute())
+                values[section][key] = str(Path(place).expanduser().absolute())
         return Recipe.model_validate(values)
 
     def toml(self) -> str:
         """The resolved recipe as TOML, every value written out; `Recipe.parse` of it is equal."""
         lines = []
         for section, table in self.model_dump(mode="json").items():
-            lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items()), ""]
+            lines += [
+                f"[{section}]",
+                *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in table.items()),
+                "",
+            ]
         return "\n".join(lines)
 
     def fingerprint(self) -> str:
         """SHA-256 of the values that decide what is computed, as 16 hex digits.
 
-        Left out: the data's address (the manifest's fingerprint stands for the data), the evaluation,
-        and in `run` all but the seed. So an interrupted run may be resumed with other intervals, another
-        `groups_per_forward` or from a copy of its data, and with nothing else changed.
+        Left out: the data's address (the manifest's fingerprint stands for the data), how many bad rows are
+        put up with, the evaluation, and in `run` all but the seed. So an interrupted run may be resumed with
+        other intervals, another `groups_per_forward` or from a copy of its data, and with nothing else changed.
         """
         values = self.model_dump(mode="json")
-        del values["evaluation"], values["data"]["uri"]
-        values["run"] = {"seed": self.run.seed}
+        for section, key in _FREE:
+            del values[section][key]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
     def differences(self, other: "Recipe") -> list[str]:
@@ -251,11 +265,16 @@ class Recipe(Section):
             f"{section}.{key}: {mine[section][key]!r}, not {theirs[section][key]!r}"
             for section in mine
             for key in mine[section]
-            if mine[section][key] != theirs[section][key]
-            and section != "evaluation"
-            and (section, key) != ("data", "uri")
-            and (section != "run" or key == "seed")
+            if mine[section][key] != theirs[section][key] and (section, key) not in _FREE
         ]
+
+
+_FREE = [  # what a resumed run may change
+    ("data", "uri"),
+    ("data", "max_bad_rows_fraction"),
+    *(("evaluation", key) for key in Evaluation.model_fields),
+    *(("run", key) for key in Run.model_fields if key != "seed"),
+]
 
 
 def field_names() -> list[str]:

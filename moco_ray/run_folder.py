@@ -4,9 +4,13 @@ Responsible for names and for the facts written once (recipe, plan, manifest, co
 checkpoints' content (checkpoint.py) nor for metrics (monitor.py).
 """
 
+import contextlib
+import fcntl
 import importlib.metadata
 import json
+import os
 import platform
+import socket
 import subprocess
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -77,6 +81,10 @@ class RunFolder:
     def curves(self) -> Path:
         return self.path / "curves.png"
 
+    @property
+    def attempts(self) -> Path:
+        return self.path / "attempts.jsonl"
+
     def refuse_if_taken(self, recipe: Recipe) -> None:
         """Raise UserError if a run lies here already, whatever its recipe: going on must be asked for."""
         if not self.facts.exists():
@@ -97,16 +105,65 @@ class RunFolder:
 
     def create(self, recipe: Recipe, plan: Plan, manifest: Manifest) -> None:
         """Write the facts of a new run; run.json last, for it makes the folder a run."""
-        try:
+        with told_as_user_error(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            self.recipe.write_text(recipe.toml())
-            self.plan.write_text(json.dumps(plan.facts(), indent=1))
+            write_whole(self.recipe, recipe.toml())
+            write_whole(self.plan, json.dumps(plan.facts(), indent=1))
             manifest.save(self.manifest)
-            self.facts.write_text(json.dumps({**code_version(), "data_fingerprint": manifest.fingerprint}, indent=1))
-        except OSError as error:
-            raise UserError(
-                f"cannot write the run folder {self.path}: {error.strerror}; choose another --storage"
-            ) from error
+            write_whole(self.facts, json.dumps({**code_version(), "data_fingerprint": manifest.fingerprint}, indent=1))
+
+    def update(self, recipe: Recipe, manifest: Manifest) -> None:
+        """Write what a resumed run may change: intervals, and the data's address."""
+        with told_as_user_error(self.path):
+            if self.recipe.read_text(encoding="utf-8") != recipe.toml():
+                write_whole(self.recipe, recipe.toml())
+            if Manifest.load(self.manifest).root != manifest.root:
+                manifest.save(self.manifest)
+
+    def add_attempt(self, workers: int, from_step: int) -> None:
+        """Note that the run is carried from `from_step` by `workers`, with the code as it is now."""
+        note = {**code_version(), "workers": workers, "from_step": from_step}
+        with told_as_user_error(self.path), self.attempts.open("a") as file:
+            file.write(json.dumps(note) + "\n")
+
+    def last_workers(self) -> int:
+        """How many workers carried the run last; 1 if none did yet."""
+        lines = self.attempts.read_text().splitlines() if self.attempts.exists() else []
+        return json.loads(lines[-1])["workers"] if lines else 1
+
+    @contextlib.contextmanager
+    def locked(self):
+        """Hold the run for this process. Raises UserError if another process of this machine carries it."""
+        with told_as_user_error(self.path):
+            file = (self.path / "lock").open("a+")
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise UserError(f"{self.path} is being carried by {file.read()}; wait for it, or stop it") from None
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+            yield
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file under another name and rename it, so that a full disk leaves the old one as it was."""
+    part = path.with_suffix(path.suffix + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+@contextlib.contextmanager
+def told_as_user_error(place: Path):
+    """Turn an operating system's refusal to write below `place` into a UserError with the cure."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot write in {place}: {error.strerror or error}; make room or mend the storage, then start or resume"
+        ) from error
 
 
 def code_version() -> dict[str, Any]:

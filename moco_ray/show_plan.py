@@ -13,7 +13,7 @@ IMAGENET_ROWS = 1_281_167  # shown when neither data nor rows are given, and sai
 
 
 def describe(recipe: Recipe, rows: int | None, workers: int) -> str:
-    """The plan as text. Raises UserError as the run itself would."""
+    """The plan as text. Raises UserError for what is wrong with recipe, data or workers."""
     manifest = build_manifest(recipe.data.uri, recipe.data.image_column) if recipe.data.uri else None
     if manifest is not None and rows not in (None, manifest.rows):
         raise UserError(f"--rows {rows} contradicts the data set's {manifest.rows} rows; give one of the two")

@@ -38,7 +38,7 @@ class Outputs(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """What is needed to name a step that turns out not to have been finite, read a step late."""
+    """What is needed to name a step that turns out not to have been finite, when the host comes to look."""
 
     step: int
     epoch: int
@@ -59,7 +59,7 @@ def train(learner: Learner, batches: Iterator[Batch], plan: Plan, ranks: Ranks, 
     f_q = ranks.wrap(learner.f_q)
     warm_up(f_q, plan, ranks)
     healthy = torch.ones((), dtype=torch.bool, device=ranks.device)
-    sums, steps, bad, before = 0.0, 0, [], None
+    sums, bad, settled = 0.0, [], []  # since the last record
 
     while learner.step < plan.total_steps:
         step, batch = learner.step, next(batches)
@@ -84,25 +84,21 @@ def train(learner: Learner, batches: Iterator[Batch], plan: Plan, ranks: Ranks, 
         commit_statistics(learner.f_k, healthy)
 
         learner.step += 1
-        sums, steps = sums + scores, steps + 1
-        now = Settled(step, batch.epoch, healthy, losses, batch.positions, place)
-        refuse_non_finite(learner, before, ranks)  # the step before: the device is still busy with this one
-        before = now
+        sums = sums + scores
+        settled.append(Settled(step, batch.epoch, healthy, losses, batch.positions, place))
         saving, evaluating = due(learner.step, plan)
-        if learner.step % recipe.run.log_every_steps == 0 or saving:
-            refuse_non_finite(learner, now, ranks)
-            means = dict(zip(MEANS, (sums / steps).tolist(), strict=True))
+        if learner.step % recipe.run.log_every_steps == 0 or saving or evaluating:  # only now does the host look
+            refuse_non_finite(learner, settled, ranks)
+            means = dict(zip(MEANS, (sums / len(settled)).tolist(), strict=True))
             report(learner, means, bad, plan, ranks, outputs)
-            sums, steps, bad = 0.0, 0, []
+            sums, bad, settled = 0.0, [], []
         if saving or evaluating:
-            refuse_non_finite(learner, now, ranks)
             learner.average_statistics(ranks, plan.groups)
-        if evaluating:
-            outputs.record(
-                {"step": learner.step, "epoch": learner.step / plan.steps_per_epoch, **outputs.evaluate(learner)}, []
-            )
-        if saving:
+        if saving:  # before the evaluation: a mistake in that must not cost the steps
             outputs.save(learner)
+        if evaluating:
+            scalars = {"step": learner.step, "epoch": learner.step / plan.steps_per_epoch}
+            outputs.record({**scalars, **outputs.evaluate(learner)}, [])
 
 
 @torch.no_grad()
@@ -209,18 +205,23 @@ def warm_up(f_q: nn.Module, plan: Plan, ranks: Ranks) -> None:
     forget_statistics(f_q)
 
 
-def refuse_non_finite(learner: Learner, settled: Settled | None, ranks: Ranks) -> None:
-    """Raise NonFinite on all ranks if the step was not finite, with the learner set back to before it."""
-    if settled is None or bool(settled.healthy):
+def refuse_non_finite(learner: Learner, settled: list[Settled], ranks: Ranks) -> None:
+    """Raise NonFinite on all ranks if one of these steps was not finite, with the learner set back to before it.
+
+    Waits for the device. The first such step gated all that came after it.
+    """
+    if not settled or bool(settled[-1].healthy):
         return
-    learner.step = settled.step
-    learner.queue.position, learner.queue.filled = settled.queue_place
-    wrong = ~torch.isfinite(settled.losses.view(-1, len(settled.positions))).all(0).cpu()
-    positions = sum(ranks.gather_objects(settled.positions.cpu()[wrong].tolist()), [])
+    failed = next(step for step in settled if not bool(step.healthy))
+    learner.step = failed.step
+    learner.queue.position, learner.queue.filled = failed.queue_place
+    wrong = ~torch.isfinite(failed.losses.view(-1, len(failed.positions))).all(0).cpu()
+    positions = sum(ranks.gather_objects(failed.positions.cpu()[wrong].tolist()), [])
     where = f"rows at positions {_shorten(positions)}" if positions else "all losses were finite, the gradient was not"
     raise NonFinite(
-        f"step {settled.step} (epoch {settled.epoch}) gave a loss or gradient that is not finite; {where}. Nothing was "
-        "changed by it. Lower optimizer.learning_rate or lengthen schedule.warmup_steps, and resume or start again"
+        f"step {failed.step} (epoch {failed.epoch}) gave a loss or gradient that is not finite; {where}. Nothing was "
+        "changed by it, nor by a step after it. Start a new run with a lower optimizer.learning_rate or a longer "
+        "schedule.warmup_steps"
     )
 
 
@@ -229,9 +230,11 @@ def report(
 ) -> None:
     """Hand out the means since the last record, and judge the bad rows of the epoch. Collective."""
     bad = sorted(sum(ranks.gather_objects(bad), []))
+    worst = (0, 0)  # bad rows and their epoch: a record may span the end of one
     for epoch, _ in bad:
         learner.bad_rows = learner.bad_rows + 1 if epoch == learner.bad_epoch else 1
         learner.bad_epoch = epoch
+        worst = max(worst, (learner.bad_rows, epoch))
     entry = {
         "step": learner.step,
         "epoch": learner.step / plan.steps_per_epoch,
@@ -243,11 +246,11 @@ def report(
     }
     outputs.record(entry, bad)
     allowed = int(plan.recipe.data.max_bad_rows_fraction * plan.steps_per_epoch * plan.recipe.batch.global_batch_size)
-    if bad and learner.bad_rows > allowed:
+    if worst[0] > allowed:
         raise UserError(
-            f"{learner.bad_rows} images of epoch {learner.bad_epoch} could not be read, more than the {allowed} that "
+            f"{worst[0]} images of epoch {worst[1]} could not be read, more than the {allowed} that "
             f"data.max_bad_rows_fraction {plan.recipe.data.max_bad_rows_fraction} allows; the last is {bad[-1][1].source} "
-            f"({bad[-1][1].kind}). See quarantine.jsonl in the run folder, mend the data or raise the fraction"
+            f"({bad[-1][1].kind}). See quarantine.jsonl in the run folder; raise the fraction and resume, or mend the data and start a new run"
         )
 
 

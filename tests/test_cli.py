@@ -36,9 +36,11 @@ def place(tmp_path, monkeypatch):
     """A folder with a recipe and 12 images, as the working folder; Ray may not start."""
     monkeypatch.chdir(tmp_path)
     Path("small.toml").write_text(RECIPE)
-    Path("images").mkdir()
+    Path("images/a").mkdir(parents=True)
+    Path("flat").mkdir()
     for i in range(12):
-        Image.new("RGB", (20, 20), (i, 2 * i, 3 * i)).save(f"images/{i}.png")
+        Image.new("RGB", (20, 20), (i, 2 * i, 3 * i)).save(f"images/a/{i}.png")
+    Image.new("RGB", (20, 20)).save("flat/0.png")
     with mock.patch("moco_ray.launch._carry", side_effect=AssertionError("Ray would start")):
         yield tmp_path
 
@@ -51,6 +53,7 @@ def refused(capsys, *words: str) -> str:
     return lines[0]
 
 
+SETS = ("evaluation.bank_uri=images", "evaluation.query_uri=images")
 PRETRAIN = ("pretrain", "small.toml", "--data", "images")
 
 
@@ -76,6 +79,8 @@ PRETRAIN = ("pretrain", "small.toml", "--data", "images")
         ((*PRETRAIN, "--name", "images", "--storage", "."), "is not empty and no run folder"),
         ((*PRETRAIN, "evaluation.bank_uri=images"), "give both or neither"),
         ((*PRETRAIN, "evaluation.bank_uri=images", "evaluation.query_uri=images"), "evaluation.neighbours 200 is more than the 12 rows"),
+        ((*PRETRAIN, *SETS, "evaluation.neighbours=3", "evaluation.resize_pixels=8"), "resize_pixels 8 is smaller than the crop"),
+        ((*PRETRAIN, "evaluation.bank_uri=flat", "evaluation.query_uri=flat"), "lies in no class folder"),
         (("resume", "images"), "is no run folder"),
         (("evaluate", "images"), "is no run folder"),
         (("show-plan", "small.toml", "--rows", "7"), "7 rows, fewer than"),
@@ -117,10 +122,10 @@ def test_resume_refuses_another_recipe_changed_data_and_a_finished_run(place, ca
     capsys.readouterr()
     assert "contrast.temperature: 0.5, not 0.2" in refused(capsys, "resume", str(run), "contrast.temperature=0.5")
     recipe = Recipe.read(run / "recipe.toml")
-    save(run / "checkpoints", 3, Learner.new(recipe).state_dict(), {}, keep=1)
+    save(run / "checkpoints", 3, Learner.new(recipe).state_dict(), {"recipe_fingerprint": "other"}, keep=1)
     assert "is finished: all 3 steps are done" in refused(capsys, "resume", str(run))
     (run / "checkpoints" / "step-000000003.json").unlink()
-    Path("images/11.png").unlink()
+    Path("images/a/11.png").unlink()
     assert "is not what the run began with (11 rows, 12 then" in refused(capsys, "resume", str(run))
 
 
@@ -129,7 +134,8 @@ def test_resume_takes_run_settings_and_the_data_at_another_place(place):
     Path("images").rename("moved")
     with mock.patch("moco_ray.launch._carry") as carry:
         assert main(["resume", str(run), "--data", "moved", "run.log_every_steps=2", "--workers", "2"]) == 0
-    recipe, _, folder, workers, _ = carry.call_args.args
+    plan, folder, workers, _ = carry.call_args.args
+    recipe = plan.recipe
     assert (recipe.run.log_every_steps, recipe.data.uri, workers) == (2, str(place / "moved"), 2)
     assert Recipe.read(run / "recipe.toml") == recipe and folder.path == run
 

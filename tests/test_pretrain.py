@@ -46,8 +46,8 @@ log_every_steps = {LOG}
 checkpoint_every_steps = {SAVE}
 keep_checkpoints = 2
 """
-LOGGED = sorted({*range(LOG, STEPS + 1, LOG), *range(SAVE, STEPS, SAVE)})
 EVALUATED = [EPOCH, 2 * EPOCH, 3 * EPOCH, STEPS]
+LOGGED = sorted({*range(LOG, STEPS + 1, LOG), *range(SAVE, STEPS, SAVE), *EVALUATED})
 
 
 class Shell:
@@ -102,7 +102,7 @@ def run(shell):
     first = process.communicate(timeout=120)
     reached = checkpoint.step_of(checkpoint.newest(folder / "checkpoints"))
     assert process.returncode == 130 and reached < STEPS, (process.returncode, first)  # it was interrupted
-    code, *second = shell.run("resume", "runs/small", "--workers", "2")
+    code, *second = shell.run("resume", "runs/small")
     assert code == 0, second
     return folder, reached, first, second
 
@@ -120,12 +120,18 @@ def test_an_interrupted_run_is_resumed_from_its_newest_checkpoint_and_every_step
 
 def test_the_run_folder_holds_recipe_plan_commit_checkpoints_curves_and_nothing_half_written(run):
     folder, *_ = run
+    attempts = [json.loads(line) for line in (folder / "attempts.jsonl").read_text().splitlines()]
+    assert [(a["workers"], a["from_step"]) for a in attempts] == [(2, 0), (2, run[1])]
     facts, plan = (json.loads((folder / name).read_text()) for name in ("run.json", "plan.json"))
     assert {"git_commit", "git_dirty", "versions", "data_fingerprint", "started"} <= facts.keys()
     assert (plan["total_steps"], plan["steps_per_epoch"], plan["dropped_rows_per_epoch"]) == (STEPS, EPOCH, 8)
     assert [checkpoint.step_of(p) for p in checkpoint.whole(folder / "checkpoints")] == [STEPS, 100]
     state, about = checkpoint.load(checkpoint.newest(folder / "checkpoints"))
-    assert state["step"] == STEPS and about["data_fingerprint"] == facts["data_fingerprint"]
+    assert (
+        state["step"] == STEPS
+        and about["recipe"] == (folder / "recipe.toml").read_text()
+        and about["data_fingerprint"] == facts["data_fingerprint"]
+    )
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert not list(folder.rglob("*.part"))
 

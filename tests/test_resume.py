@@ -20,7 +20,7 @@ from moco_ray.learner import Learner
 from moco_ray.monitor import NOT_REPRODUCIBLE, Monitor, read_metrics
 from moco_ray.ranks import Ranks
 from moco_ray.recipe import Recipe
-from moco_ray.run_folder import RunFolder
+from moco_ray.run_folder import RunFolder, told_as_user_error, write_whole
 from moco_ray.train import Outputs, train
 from tests import synthetic
 
@@ -101,6 +101,15 @@ def test_a_resume_on_another_number_of_ranks_goes_on_with_the_same_mathematics(p
         assert losses == pytest.approx(expected[7:], abs=1e-9)
 
 
+def test_a_run_resumed_in_another_memory_format_goes_on_the_same():
+    """torch's fused SGD pairs weights and momentum by their place in memory."""
+    expected = straight_losses(Ranks(), {}, None)
+    for first, second in (("channels_last", "contiguous"), ("contiguous", "channels_last")):
+        state = state_at(Ranks(), {"run": {"memory_format": first, "checkpoint_every_steps": 7}}, 7)
+        losses = straight_losses(Ranks(), {"run": {"memory_format": second}}, state)
+        assert losses == pytest.approx(expected[7:], abs=1e-9)
+
+
 def straight_losses(ranks, changes, state):
     return synthetic.run(ranks, synthetic.recipe(**changes), state)[0].losses()
 
@@ -166,9 +175,11 @@ def test_a_gradient_that_is_not_finite_on_one_rank_stops_all_ranks_and_changes_n
 # --- bad rows --------------------------------------------------------------------------------------------------------
 
 
-def with_bad_rows(ranks: Ranks, path: str, fraction: float, count: int):
+def with_bad_rows(ranks: Ranks, path: str, fraction: float, count: int, log_every: int = 1):
 
-    recipe = synthetic.recipe(data={"max_bad_rows_fraction": fraction}, schedule={"steps": 12})
+    recipe = synthetic.recipe(
+        data={"max_bad_rows_fraction": fraction}, schedule={"steps": 12}, run={"log_every_steps": log_every}
+    )
     plan, learner = synthetic.plan(recipe), synthetic.small_learner(recipe)
     monitor = Monitor(Path(path), plan, ranks, 0, lambda entry: None)
 
@@ -178,7 +189,8 @@ def with_bad_rows(ranks: Ranks, path: str, fraction: float, count: int):
             bad = tuple(
                 BadRow(position + i, 7, "truncated", f"a.jpg of rank {ranks.rank}", "cut") for i in range(count)
             )
-            yield batch._replace(bad=bad if batch.epoch == 0 and position < 40 else ())
+            in_next_epoch = log_every > 1 and batch.epoch == 1 and position == 0
+            yield batch._replace(bad=bad if batch.epoch == 0 and position < 40 else bad[:1] if in_next_epoch else ())
 
     try:
         train(learner, rows(), plan, ranks, Outputs(monitor.record, lambda learner: None, lambda learner: {}))
@@ -203,6 +215,43 @@ def test_too_many_bad_rows_in_an_epoch_stop_all_ranks(pool, tmp_path):
     assert (
         "6 images of epoch 0" in messages[0] and "more than the 5" in messages[0] and "quarantine.jsonl" in messages[0]
     )
+
+
+def test_too_many_bad_rows_are_seen_when_a_record_spans_the_end_of_their_epoch(pool, tmp_path):
+    messages = pool.run(2, with_bad_rows, str(tmp_path), 5 / 288, 2, 50)
+    assert "6 images of epoch 0" in messages[0] and messages[0] == messages[1]
+
+
+# --- the run folder ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_carried_by_one_process_of_a_machine_at_a_time(tmp_path):
+    folder = RunFolder(tmp_path)
+    with folder.locked(), pytest.raises(UserError, match="is being carried by process"), folder.locked():
+        pass
+    with folder.locked():  # free again
+        pass
+
+
+def test_a_resume_takes_the_number_of_workers_of_the_last_attempt(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert folder.last_workers() == 1
+    for workers in (8, 3):
+        folder.add_attempt(workers, 0)
+    assert folder.last_workers() == 3
+
+
+def test_a_full_disk_is_told_in_one_line_and_leaves_small_files_as_they_were(tmp_path):
+    path = tmp_path / "recipe.toml"
+    write_whole(path, "old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(UserError, match="cannot write in .*make room"), told_as_user_error(tmp_path):
+            write_whole(path, "new" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_text() == "old"
 
 
 # --- checkpoint files --------------------------------------------------------------------------------------------------

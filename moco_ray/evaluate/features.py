@@ -5,16 +5,16 @@ the result together. It never touches queue or key encoder. Not responsible for 
 reading and cropping images (data/stream.py).
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moco_ray.data.augment import normalise
-from moco_ray.data.shards import Manifest, build_manifest
+from moco_ray.data.shards import Manifest, build_manifest, read_chunk_rows
 from moco_ray.data.stream import labelled_images
 from moco_ray.errors import UserError
 from moco_ray.evaluate.knn import knn_predict
@@ -26,7 +26,6 @@ BATCH_ROWS = 256
 _TAG = 0xE5  # keeps the choice of rows apart from other draws of the seed
 
 Describe = Callable[[Tensor], Tensor]  # uint8 crops N,P,P,3 -> N,D features
-log = logging.getLogger("moco_ray")
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +39,7 @@ class LabelledSet:
     def read(cls, uri: str, wanted: int, recipe: Recipe) -> "LabelledSet":
         """All rows of the set, or `wanted` of them drawn from the seed. Raises UserError if it cannot be read."""
         manifest = build_manifest(uri, recipe.data.image_column)
+        read_chunk_rows(manifest, 0, np.zeros(1, np.int64), recipe.evaluation.label_column)  # raises if there are none
         rows = np.arange(manifest.rows)
         if 0 < wanted < manifest.rows:
             rows = np.sort(np.random.default_rng([_TAG, recipe.run.seed]).choice(manifest.rows, wanted, replace=False))
@@ -82,23 +82,24 @@ def raw_pixels(crops: Tensor) -> Tensor:
     return (crops[..., :1] if grey else crops).flatten(1).float() / 255
 
 
-def describe_set(
-    labelled: LabelledSet, descriptions: dict[str, Describe], recipe: Recipe, ranks: Ranks
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Features M,D under each description, and labels M int64, of all ranks' rows in order, on every rank.
+class Described(NamedTuple):
+    """A labelled set under some descriptions."""
 
-    Each rank reads and describes its own share of the rows. Images that cannot be decoded are left out, and said.
-    """
+    features: dict[str, Tensor]  # M,D each
+    labels: Tensor  # M int64
+    left_out: int  # images that could not be decoded
+
+
+def describe_set(labelled: LabelledSet, descriptions: dict[str, Describe], recipe: Recipe, ranks: Ranks) -> Described:
+    """All ranks' rows in order, on every rank; each rank reads and describes its own share. Collective."""
     share = np.array_split(labelled.rows, ranks.world)[ranks.rank]
     parts: dict[str, list[Tensor]] = {name: [] for name in descriptions}
-    labels, bad = [torch.zeros(0, dtype=torch.int64)], []
+    labels, left_out = [torch.zeros(0, dtype=torch.int64)], 0
     for batch in labelled_images(labelled.manifest, recipe, share, BATCH_ROWS):
-        bad += batch.bad
+        left_out += len(batch.bad)
         labels.append(batch.labels.clone())
         for name, describe in descriptions.items():
             parts[name].append(describe(batch.crops) if len(batch.crops) else None)
-    if bad:
-        log.warning("%d labelled images could not be read and are left out; the first: %s", len(bad), bad[0].source)
     own = torch.cat(labels).to(ranks.device)
     counts = ranks.gather_objects(len(own))
     if sum(counts) == 0:
@@ -109,27 +110,28 @@ def describe_set(
         width = max(ranks.gather_objects(blocks[0].shape[1] if blocks else 0))
         mine = torch.cat(blocks).to(ranks.device) if blocks else torch.zeros(0, width, device=ranks.device)
         features[name] = ranks.gather(mine, counts)
-    return features, ranks.gather(own, counts)
+    return Described(features, ranks.gather(own, counts), sum(ranks.gather_objects(left_out)))
 
 
 def watch_knn(
     encoder: Encoder, sets: tuple[LabelledSet, LabelledSet], recipe: Recipe, ranks: Ranks
 ) -> dict[str, float]:
-    """{"knn_top1": share of queries whose class the k nearest backbone features name}. Collective.
+    """{"knn_top1": share of queries whose class the k nearest backbone features name, "knn_left_out": images that
+    could not be read}. Collective.
 
     The encoder is in evaluation mode meanwhile, and in training mode again afterwards.
     """
     encoder.eval()
     try:
         describe = {"backbone": backbone_of(encoder, recipe, ranks.device)}
-        bank, bank_labels = describe_set(sets[0], describe, recipe, ranks)
-        queries, labels = describe_set(sets[1], describe, recipe, ranks)
+        bank = describe_set(sets[0], describe, recipe, ranks)
+        queries = describe_set(sets[1], describe, recipe, ranks)
     finally:
         encoder.train()
-    own = np.array_split(np.arange(len(labels)), ranks.world)[ranks.rank]
-    settings = recipe.evaluation
-    predicted = knn_predict(
-        bank["backbone"], bank_labels, queries["backbone"][own], [settings.neighbours], settings.temperature
-    )[0]
-    right = ranks.sum((predicted == labels[own]).sum().double()[None])
-    return {"knn_top1": float(right) / len(labels)}
+    own = np.array_split(np.arange(len(queries.labels)), ranks.world)[ranks.rank]
+    mine, settings = queries.features["backbone"][own], recipe.evaluation
+    predicted = knn_predict(bank.features["backbone"], bank.labels, mine, [settings.neighbours], settings.temperature)[
+        0
+    ]
+    right = ranks.sum((predicted == queries.labels[own]).sum().double()[None])
+    return {"knn_top1": float(right) / len(queries.labels), "knn_left_out": bank.left_out + queries.left_out}
