@@ -140,6 +140,8 @@ def _carry(plan: Plan, folder: RunFolder, workers: int, debug: bool) -> None:
             trainer.fit()
         except ray.train.TrainingFailedError as error:
             raise _cause(error, folder, debug) from error
+        except SystemExit as error:  # Ray Train's answer to Ctrl-C, once its workers are gone
+            raise KeyboardInterrupt from error
         finally:
             stop.set()
             watcher.join()
