@@ -20,10 +20,9 @@ class Progress:
         self._step_seconds, self._last_line, self._knn = 0.0, -LINE_SECONDS, ""
         self._bar = None
         if out.isatty():
-            shape = "{desc} {percentage:3.0f}%|{bar}| {postfix}"
+            shape = "{percentage:3.0f}%|{bar:20}| {desc}"
             self._bar = tqdm(total=self._total, initial=start_step, file=out, bar_format=shape, dynamic_ncols=True)
-            self._bar.set_description_str(f"step {start_step}/{self._total}")
-            self._bar.set_postfix_str("starting workers")
+            self._bar.set_description_str(f"step {start_step}/{self._total} · starting workers")
 
     def show(self, entry: dict[str, Any]) -> None:
         """One entry: training scalars, or an evaluation, which stays on show."""
@@ -40,10 +39,8 @@ class Progress:
         if entry.get("queue_fill", 1.0) < 1.0:
             state += f" · queue {entry['queue_fill']:.0%} full"
         if self._bar is not None:
-            self._bar.set_description_str(where)
-            self._bar.set_postfix_str(state, refresh=False)
-            self._bar.update(entry["step"] - self._bar.n)
-            self._bar.refresh()
+            self._bar.n = entry["step"]
+            self._bar.set_description_str(f"{where} · {state}")
         elif time.monotonic() - self._last_line > LINE_SECONDS or entry["step"] == self._total:
             self._last_line = time.monotonic()
             self._write(f"{where} · {state}")
