@@ -1,7 +1,7 @@
 """Checkpoint files: written whole or not at all, verified, pruned, and refused when they do not fit.
 
 One `step-N.pt` with tensors and plain values, and beside it `step-N.json`, written last: only with it does
-the checkpoint exist. Not here: what a state holds (learner.py) and other people's formats (export.py).
+the checkpoint exist. Not here: what a state holds (learner.py) and other people's formats.
 """
 
 import contextlib

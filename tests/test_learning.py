@@ -22,7 +22,9 @@ from moco_ray.recipe import Recipe
 from moco_ray.train import Outputs, train
 
 STEPS = 250
-MARGIN = 0.04  # seed 0 gave 0.459 for trained, 0.372 for raw and 0.360 for untrained features; chance is 0.05
+# Seed 0 gave 0.459 for trained, 0.372 for raw and 0.360 for untrained features; chance is 0.05. Seeds 1 to 4 passed at
+# this margin. Rate and temperature were chosen on seed 0, for at the first ones (0.06, 0.2) the gain was only 0.06.
+MARGIN = 0.04
 VALUES = {
     "encoder": {"backbone": "resnet10", "stem": "imagenet", "feature_dim": 64},
     "contrast": {"temperature": 0.1, "queue_keys": 1024, "key_momentum": 0.99},

@@ -16,7 +16,7 @@ from moco_ray.method import small_maps
 from moco_ray.method.batchnorm import GroupedBatchNorm2d, commit_statistics
 from moco_ray.method.contrast import CHUNK_KEYS, info_nce
 from moco_ray.method.encoder import build_encoder, refuse_emulated_precision
-from moco_ray.method.momentum import distance, follow, key_encoder_of
+from moco_ray.method.momentum import follow, key_encoder_of
 from moco_ray.method.queue import EMPTY, Queue
 from moco_ray.method.schedule import learning_rate
 from moco_ray.method.small_maps import SmallMapConv2d
@@ -56,13 +56,6 @@ def test_momentum_update_covers_every_parameter_and_nothing_when_the_step_was_no
     for old, new in zip(before, key.parameters(), strict=True):
         assert torch.allclose(new, old + 0.1, atol=1e-6)
     assert not any(p.requires_grad for p in key.parameters())
-
-
-def test_distance_of_the_encoders_is_relative_to_the_query_encoder():
-    query, key = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
-    with torch.no_grad():
-        query.weight.fill_(2.0), key.weight.fill_(1.0)
-    assert distance(key, query).item() == pytest.approx(0.5)
 
 
 # --- contrast ---------------------------------------------------------------------------------------------------

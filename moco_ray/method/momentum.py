@@ -27,11 +27,3 @@ def follow(key_encoder: nn.Module, query_encoder: nn.Module, m: float, healthy: 
         return
     weight = healthy.to(keys[0].dtype) * (1 - m)
     torch._foreach_lerp_(keys, queries, [weight] * len(keys))
-
-
-@torch.no_grad()
-def distance(key_encoder: nn.Module, query_encoder: nn.Module) -> Tensor:
-    """|θ_q - θ_k| / |θ_q| over all parameters, a scalar."""
-    queries = list(query_encoder.parameters())
-    apart = torch._foreach_sub(queries, list(key_encoder.parameters()))
-    return torch.nn.utils.get_total_norm(apart) / torch.nn.utils.get_total_norm(queries)

@@ -1,7 +1,7 @@
 """A convolution whose weight gradient is one matrix product where the feature map is small, on a CPU.
 
 For 3x3 kernels over maps of up to four pixels, the CPU library's weight gradient takes many times the forward pass,
-and small images end in such maps. The whole backward of one layer, library / here, measured on two AVX2 cores in
+and small images end in such maps. The whole backward of one layer, library / here, measured on two busy AVX2 cores in
 float32 with 256 rows: 512 to 512 channels on a 1x1 map 151 / 22 ms, on 2x2 225 / 89 ms, 256 to 512 to 1x1 68 / 18 ms;
 at 4x4 it would be slower, 76 / 154 ms. Same numbers up to the order of sums; state_dict keys are `nn.Conv2d`'s. On other devices, on
 larger maps and in reduced precision this is `nn.Conv2d`.
