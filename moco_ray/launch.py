@@ -19,8 +19,9 @@ import ray.train.torch
 import torch
 
 from moco_ray import checkpoint
-from moco_ray.data.shards import Manifest, build_manifest
+from moco_ray.data.shards import Manifest
 from moco_ray.data.stream import batches
+from moco_ray.data.survey import build_manifest
 from moco_ray.errors import UserError
 from moco_ray.evaluate.curves import draw_curves
 from moco_ray.evaluate.features import labelled_sets, watch_knn

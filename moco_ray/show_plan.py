@@ -2,7 +2,7 @@
 
 import torch
 
-from moco_ray.data.shards import build_manifest
+from moco_ray.data.survey import build_manifest
 from moco_ray.errors import UserError
 from moco_ray.method.encoder import Encoder
 from moco_ray.method.schedule import learning_rate

@@ -1,7 +1,13 @@
+import os
+import tempfile
+
 import pytest
 import torch
 
 from tests.ranks_pool import RanksPool
+
+# Manifests are kept in the user's cache: tests, and the processes they start, have one of their own.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="moco-ray-cache-")
 
 
 @pytest.fixture(scope="session")

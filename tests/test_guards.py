@@ -28,8 +28,8 @@ LAYERS = [
 ]
 FORBIDDEN = {  # top-level module: files that may import it
     "ray.train": {"launch.py"},
-    "ray.data": {"data/stream.py"},
-    "ray": {"data/stream.py", "launch.py"},
+    "ray.data": {"data/stream.py", "data/pack.py"},
+    "ray": {"data/stream.py", "data/pack.py", "data/on_ray.py", "launch.py"},
     "torch.distributed": {"ranks.py"},
 }
 

@@ -12,7 +12,8 @@ from moco_ray.data.batch import Batch
 from moco_ray.data.decode import centre_crop, decode
 from moco_ray.data.prototypes import drawn_prototypes
 from moco_ray.data.segment import Segments, Source, segment_steps
-from moco_ray.data.shards import build_manifest, read_chunk_rows
+from moco_ray.data.shards import read_chunk_rows
+from moco_ray.data.survey import build_manifest
 from moco_ray.evaluate.features import backbone_of, raw_pixels
 from moco_ray.evaluate.knn import few_labels
 from moco_ray.learner import Learner

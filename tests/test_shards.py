@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from moco_ray.data.shards import Manifest, build_manifest, read_chunk_rows
+from moco_ray.data.shards import Manifest, read_chunk_rows
+from moco_ray.data.survey import build_manifest
 from moco_ray.errors import UserError
 
 
@@ -132,7 +133,7 @@ def test_a_saved_manifest_is_read_back_equal(layout, shards, tmp_path):
 def test_a_manifest_that_is_missing_foreign_or_damaged_is_refused(shards, tmp_path):
     path = tmp_path / "manifest.parquet"
     assert f"manifest {path} cannot be read" in message(Manifest.load, path)
-    assert "is no manifest of version 1 (none); build it anew" in message(Manifest.load, shards / "b.parquet")
+    assert "is no manifest of version 2 (none); build it anew" in message(Manifest.load, shards / "b.parquet")
     build_manifest(str(shards), "image").save(path)
     table = pq.read_table(path)
     pq.write_table(table.set_column(2, "rows", pa.array([4, 3, 4, 4, 3])), path)
@@ -140,16 +141,15 @@ def test_a_manifest_that_is_missing_foreign_or_damaged_is_refused(shards, tmp_pa
 
 
 def test_a_folder_that_is_no_data_set_is_refused_with_the_cure(shards, tmp_path):
-    assert "only local folders are supported yet" in message(build_manifest, "s3://bucket/images", "image")
-    assert "data.uri is empty" in message(build_manifest, "", "image")
+    assert "no data set is named" in message(build_manifest, "", "image")
     assert "nowhere does not exist; check the path" in message(build_manifest, str(tmp_path / "nowhere"), "image")
     assert "is a file, and a data set is a folder" in message(build_manifest, str(shards / "b.parquet"), "image")
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "notes.txt").touch()
     text = message(build_manifest, str(tmp_path / "none"), "x")
-    assert "holds 1 files, but no Parquet shards (*.parquet) and no images" in text
-    (tmp_path / "none" / "train-0.tar").touch()
-    assert "holds tar files only, which cannot be read yet" in message(build_manifest, str(tmp_path / "none"), "x")
+    assert "holds 1 files, but no Parquet shards (*.parquet), no tars (*.tar) and no images" in text
+    (tmp_path / "none" / "train-0.tar.gz").touch()
+    assert "holds compressed tars (train-0.tar.gz), which cannot be read by range" in message(build_manifest, str(tmp_path / "none"), "x")
     write_tree(shards, ["cat/1.png"])
     text = message(build_manifest, str(shards), "image")
     assert "holds both Parquet shards (a/more.PARQUET, 2 in all) and image files (cat/1.png, 1 in all)" in text
@@ -177,7 +177,7 @@ def test_a_link_to_a_folder_is_followed_and_a_loop_of_links_is_refused(tmp_path)
 def test_a_file_that_changes_or_vanishes_after_the_listing_is_an_error_that_names_it(shards, tmp_path):
     manifest, row = build_manifest(str(shards), "image"), np.array([0])
     write_shard(shards / "b.parquet", range(9))
-    assert "b.parquet has changed since its manifest was built: row group 2 has 1 rows, not 2" in message(
+    assert "b.parquet has changed since its manifest was built (row group 2 has 1 rows, not 2)" in message(
         read_chunk_rows, manifest, 4, row
     )
     os.remove(shards / "b.parquet")

@@ -24,7 +24,7 @@ from moco_ray.data.decode import CROP_DRAWS, BadImage, centre_crop, decode, two_
 from moco_ray.data.draws import CROP, REPLACE, uniforms
 from moco_ray.data.order import EpochOrder
 from moco_ray.data.segment import Segments, Source, segment_steps
-from moco_ray.data.shards import build_manifest
+from moco_ray.data.survey import build_manifest
 from moco_ray.errors import UserError
 from moco_ray.plan import Plan
 from moco_ray.recipe import Recipe
@@ -84,7 +84,7 @@ def reference(source: Source) -> list[dict]:
     manifest, recipe, plan = source.manifest, source.recipe, source.plan
     images = {}
     for chunk in range(len(manifest.chunk_rows)):
-        path = manifest.path(chunk)
+        path = Path(manifest.root, manifest.name(chunk))
         if manifest.layout == "tree":
             images[chunk] = path.read_bytes()
         else:
@@ -228,7 +228,7 @@ def test_a_mistake_in_a_task_reaches_the_rank_as_one_line(cluster, folder, tmp_p
     shutil.copytree(folder / "good", tmp_path / "gone")
     source = source_of(tmp_path / "gone")
     os.remove(tmp_path / "gone" / "2.parquet")
-    with pytest.raises(UserError, match="gone/2.parquet cannot be read .*; put it back") as caught:
+    with pytest.raises(UserError, match="gone/2.parquet cannot be read .*: put it back") as caught:
         streamed(source, 1, 0, 0)
     assert "\n" not in str(caught.value)
     other = source_of(folder / "good", evaluation={"label_column": "kind"})

@@ -1,119 +1,122 @@
-"""What lies in a folder of images: its files, and the footers of its Parquet shards.
+"""What a data set is made of: its layout by the names that lie there, and the footers of its Parquet shards.
 
 Responsible for telling the layouts apart and for every refusal that needs no image read. Not responsible for the
-manifest that is made of it (shards.py).
+manifest that is made of it (survey.py), for the index of a tar (tars.py), nor for the storage (storage.py).
 """
 
-import os
 from pathlib import Path
-from typing import NamedTuple
-from urllib.parse import unquote, urlparse
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from moco_ray.data.storage import Entry, Store, one_line
 from moco_ray.errors import UserError
 
 # More than decode.py reads: a TIFF is listed as a bad row of an unsupported kind, not overlooked in silence.
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".avif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
+COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
 LABEL_NAMES = ("label", "labels", "class", "cls", "target", "fine_label")  # looked for in footers, to warn only
+OURS = "_moco_ray/"  # what `moco-ray pack` writes beside the shards
+UNFINISHED = OURS + "unfinished.json"
+
+Layout = Literal["parquet", "tar", "tree"]
+SUFFIXES: dict[Layout, tuple[str, ...]] = {"parquet": (".parquet",), "tar": (".tar",), "tree": IMAGE_SUFFIXES}
+CALLED: dict[Layout, str] = {"parquet": "Parquet shards", "tar": "tars", "tree": "image files"}
 
 
 class Found(NamedTuple):
-    """Exactly one of the two lists is not empty; relative POSIX names, sorted."""
+    """A data set by its names alone."""
 
-    images: list[tuple[str, int]]  # name, bytes
-    shards: list[str]
+    layout: Layout
+    entries: list[Entry]  # of its shards, tars or images, sorted by name
+    others: list[Entry]  # what pack wrote beside them
 
 
-class Footer(NamedTuple):
-    """What a Parquet file says about its row groups, one element for each."""
+class Labels(NamedTuple):
+    """How the labels of one file lie in its chunks, as far as it is told without reading images."""
+
+    name: str  # of the column or suffix; "" if there is none
+    known: int  # chunks of at least two rows whose least and greatest label are known
+    alike: int  # of these, chunks that hold a single label
+    alike_rows: int
+    spans: frozenset  # two of the different (least, greatest) that occur, or fewer if there are fewer
+
+
+class Index(NamedTuple):
+    """The chunks of one shard or tar, one element of each array for each."""
 
     rows: np.ndarray  # int64
-    bytes: np.ndarray  # int64: compressed size of the image column
-    label_name: str  # the first of LABEL_NAMES that is a column; "" if none
-    label_range: list[tuple | None]  # least and greatest label by the statistics; None where not known
+    bytes: np.ndarray  # int64: compressed size of a row group's image column; length of a tar's range
+    offset: np.ndarray  # int64: first byte of a tar's range; 0 for Parquet
+    labels: Labels
+    damage: str  # "", or what is wrong with the rest of the file
 
 
-def local_folder(uri: str) -> Path:
-    """The absolute folder of a path or file:// URI. Raises UserError for another scheme or if there is no folder."""
-    parsed = urlparse(uri)
-    if not uri:
-        raise UserError("data.uri is empty; name the folder that holds the images, for example data.uri=/data/images")
-    if "://" in uri and (parsed.scheme != "file" or parsed.netloc not in ("", "localhost")):
-        raise UserError(f"{uri}: only local folders are supported yet; copy the data to a local disk and give its path")
-    folder = Path(unquote(parsed.path) if "://" in uri else uri).expanduser()
-    if not folder.is_dir():
-        if folder.exists():
-            raise UserError(f"{uri} is a file, and a data set is a folder; give the folder that holds it")
-        raise UserError(f"{uri} does not exist; check the path")
-    return folder.resolve()
+def find_data(store: Store) -> Found:
+    """List a data set and tell its layout. Names of which a part begins with a dot are ignored.
 
-
-def list_images_or_shards(root: Path) -> Found:
-    """All image files or all Parquet shards under a folder, names with a leading dot ignored, links followed.
-
-    Raises UserError if there are both or neither, and for a folder of tars, which cannot be read yet.
+    Raises UserError if there is nothing, nothing of a known layout, or more than one, and for a data set that is
+    still being packed.
     """
-    files = _files(root)
-    images = [(name, size) for name, size in files if name.lower().endswith(IMAGE_SUFFIXES)]
-    shards = [name for name, _ in files if name.lower().endswith(".parquet")]
-    if images and shards:
+    _refuse_what_is_no_folder(store)
+    entries = [entry for entry in store.list() if not _hidden(entry.name)]
+    others = [entry for entry in entries if entry.name.startswith(OURS)]
+    if any(entry.name == UNFINISHED for entry in others):
         raise UserError(
-            f"{root} holds both Parquet shards ({shards[0]}, {len(shards)} in all) and image files ({images[0][0]}, "
-            f"{len(images)} in all); a data set is one or the other, so give a folder with only one of them"
+            f"{store.place('')} is being packed, or its packing was interrupted: run the same `moco-ray pack` again to "
+            "complete it"
         )
-    if not images and not shards:
-        if any(name.lower().endswith((".tar", ".tar.gz", ".tgz")) for name, _ in files):
-            raise UserError(f"{root} holds tar files only, which cannot be read yet; unpack them into a folder")
+    by_layout = {
+        layout: [e for e in entries if e.name.lower().endswith(suffixes) and not e.name.startswith(OURS)]
+        for layout, suffixes in SUFFIXES.items()
+    }
+    found = {layout: part for layout, part in by_layout.items() if part}
+    if len(found) > 1:
+        parts = [f"{CALLED[name]} ({part[0].name}, {len(part)} in all)" for name, part in found.items()]
         raise UserError(
-            f"{root} holds {len(files)} files, but no Parquet shards (*.parquet) and no images "
-            f"({', '.join('*' + suffix for suffix in IMAGE_SUFFIXES)}); give a folder with one of them"
+            f"{store.place('')} holds both {' and '.join(parts)}; a data set is of one kind, so give a folder with only one of "
+            "them"
         )
-    return Found(images, shards)
+    if not found:
+        raise _nothing_of_use(store, entries)
+    ((layout, part),) = found.items()
+    return Found(layout, part, others)
 
 
-def _files(root: Path) -> list[tuple[str, int]]:
-    """(relative POSIX name, bytes) of all visible files, sorted. A folder reached twice by links is an error."""
-    found, folders, reached = [], [""], {_identity(root): ""}
-    while folders:
-        folder = folders.pop()
-        try:
-            entries = [entry for entry in os.scandir(root / folder) if not entry.name.startswith(".")]
-            for entry in entries:
-                name = f"{folder}{entry.name}"
-                if not name.isprintable() and not _is_text(name):
-                    raise UserError(f"{root}: the file name {name!r} is not valid UTF-8; rename it")
-                if not entry.is_dir():
-                    found.append((name, entry.stat().st_size))
-                    continue
-                other = reached.setdefault(_identity(entry.path), name)
-                if other != name:
-                    raise UserError(f"{root}: {name} and {other or '.'} are one folder, by a link; remove the link")
-                folders.append(name + "/")
-        except OSError as error:
-            raise UserError(f"{root / folder} cannot be listed ({error}); repair its links or permissions") from error
-    return sorted(found)
+def _hidden(name: str) -> bool:
+    return name.startswith(".") or "/." in name
 
 
-def _is_text(name: str) -> bool:
-    return not any("\ud800" <= letter <= "\udfff" for letter in name)  # how Python marks undecodable bytes
+def _refuse_what_is_no_folder(store: Store) -> None:
+    path = Path(store.uri)
+    if store.is_local and not path.exists():
+        raise UserError(f"{store.uri} does not exist; check the path")
+    if path.is_file() if store.is_local else store.is_file():
+        raise UserError(f"{store.uri} is a file, and a data set is a folder; give the folder that holds it")
 
 
-def _identity(folder: str | Path) -> tuple[int, int]:
-    facts = os.stat(folder)
-    return facts.st_dev, facts.st_ino
+def _nothing_of_use(store: Store, entries: list[Entry]) -> UserError:
+    place = store.place("")
+    if not entries:
+        return UserError(f"nothing lies at {place}; check the name, a bucket's prefix has no wildcards")
+    packed = next((e.name for e in entries if e.name.lower().endswith(COMPRESSED_TARS)), None)
+    if packed:
+        return UserError(
+            f"{place} holds compressed tars ({packed}), which cannot be read by range; decompress them (images do not "
+            "get smaller by it) into plain .tar files"
+        )
+    return UserError(
+        f"{place} holds {len(entries)} files, but no Parquet shards (*.parquet), no tars (*.tar) and no images "
+        f"({', '.join('*' + suffix for suffix in IMAGE_SUFFIXES)}); give a folder with one of them"
+    )
 
 
-def read_footer(path: Path, image_column: str) -> Footer:
-    """Read the footer of one Parquet file. Raises UserError naming it if it is damaged or its image column unfit."""
-    try:
-        with pq.ParquetFile(path) as file:
-            schema, metadata = file.schema_arrow, file.metadata
-    except (OSError, pa.ArrowException) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path} is not a readable Parquet file ({reason}); write it again or remove it") from error
+def read_footer(store: Store, name: str, image_column: str) -> Index:
+    """The row groups of one Parquet file, by its footer. Raises UserError naming it if it is damaged or its image column unfit."""
+    metadata = read_metadata(store, name)
+    path, schema = store.place(name), metadata.schema.to_arrow_schema()
     if image_column not in schema.names:
         names = ", ".join(schema.names)
         raise UserError(f"{path} has no column {image_column!r}; name one of {names} as data.image_column")
@@ -126,34 +129,60 @@ def read_footer(path: Path, image_column: str) -> Footer:
             f"with a binary field 'bytes'; name another column as data.image_column or write the files' bytes into it"
         )
     label = next((name for name in LABEL_NAMES if name in schema.names), "")
+    # The columns of a file are the same in each of its row groups.
+    first = metadata.row_group(0) if metadata.num_row_groups else None
+    paths = [first.column(index).path_in_schema for index in range(metadata.num_columns)] if first else []
+    image = [i for i, path in enumerate(paths) if f"{path}.".startswith(f"{image_column}.")]  # two of a struct
+    labels = paths.index(label) if label in paths else None
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-    columns = [[group.column(index) for index in range(group.num_columns)] for group in groups]
-    leaves = f"{image_column}."  # one for a binary column, two for the struct
-    sizes = [sum(c.total_compressed_size for c in row if f"{c.path_in_schema}.".startswith(leaves)) for row in columns]
-    ranges = [_range(next((c for c in row if label and c.path_in_schema == label), None)) for row in columns]
-    return Footer(np.array([g.num_rows for g in groups], np.int64), np.array(sizes, np.int64), label, ranges)
+    sizes = [sum(group.column(i).total_compressed_size for i in image) for group in groups]
+    ranges = [_range(group.column(labels)) if labels is not None else None for group in groups]
+    rows = np.array([group.num_rows for group in groups], np.int64)
+    return Index(rows, np.array(sizes, np.int64), np.zeros(len(rows), np.int64), labels_of(label, rows, ranges), "")
 
 
-def _range(column) -> tuple | None:
-    statistics = column.statistics if column is not None else None
+def read_metadata(store: Store, name: str) -> pq.FileMetaData:
+    """The footer of a Parquet file as it is. Raises UserError naming a file that cannot be read or is none."""
+
+    def call() -> pq.FileMetaData:
+        with store.open(name) as file, pq.ParquetFile(file) as parquet:
+            return parquet.metadata
+
+    try:
+        return store.attempt("read", name, call)
+    except pa.ArrowException as error:
+        raise not_parquet(store, name, error) from error
+
+
+def not_parquet(store: Store, name: str, error: Exception) -> UserError:
+    return UserError(
+        f"{store.place(name)} is not a readable Parquet file ({one_line(error)}); write it again or remove it"
+    )
+
+
+def _range(column: pq.ColumnChunkMetaData) -> tuple | None:
+    statistics = column.statistics
     if statistics is None or not statistics.has_min_max or statistics.null_count:
         return None
     return statistics.min, statistics.max
 
 
-def sorted_by_class(footers: list[Footer]) -> str:
-    """A warning if most rows lie in row groups of one label, by the footers' statistics, and labels differ; or ""."""
-    known = [
-        (int(rows), span, footer.label_name)
-        for footer in footers
-        for rows, span in zip(footer.rows, footer.label_range, strict=True)
-        if span is not None and rows >= 2  # a single row tells nothing
-    ]
-    alike = [(rows, span) for rows, span, _ in known if span[0] == span[1]]
-    all_rows = sum(int(footer.rows.sum()) for footer in footers)
-    if len({span for _, span, _ in known}) < 2 or 2 * sum(rows for rows, _ in alike) < all_rows:
+def labels_of(name: str, rows: np.ndarray, ranges: list[tuple | None]) -> Labels:
+    """Sum up the (least, greatest) label of each chunk; None where it is not known."""
+    known = [(int(count), span) for count, span in zip(rows, ranges, strict=True) if span is not None and count >= 2]
+    alike = [count for count, span in known if span[0] == span[1]]  # a single row tells nothing
+    return Labels(name, len(known), len(alike), sum(alike), frozenset(sorted({span for _, span in known})[:2]))
+
+
+def sorted_by_class(indexes: list[Index]) -> str:
+    """A warning if most rows lie in chunks of one label, and labels differ; or ""."""
+    alike_rows = sum(index.labels.alike_rows for index in indexes)
+    spans = frozenset().union(*(index.labels.spans for index in indexes))
+    if len(spans) < 2 or 2 * alike_rows < sum(int(index.rows.sum()) for index in indexes):
         return ""
+    name = next(index.labels.name for index in indexes if index.labels.name)
     return (
-        f"the rows are sorted by class: {len(alike)} of {sum(len(f.rows) for f in footers)} row groups hold a single "
-        f"value of {known[0][2]!r}, so batches would mix few classes; pack the data set (moco-ray pack shuffles it)"
+        f"the rows are sorted by class: {sum(index.labels.alike for index in indexes)} of "
+        f"{sum(len(index.rows) for index in indexes)} row groups hold a single value of {name!r}, so batches would mix "
+        "few classes; pack the data set (moco-ray pack shuffles it)"
     )

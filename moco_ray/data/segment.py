@@ -7,8 +7,10 @@ be decoded. Knows no Ray: stream.py carries the tasks.
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +24,8 @@ from moco_ray.errors import UserError
 from moco_ray.plan import Plan, groups_of_rank
 from moco_ray.recipe import Recipe
 
+READ_THREADS = 16  # of a task: a range read from object storage is mostly waiting
+READ_BYTES = 256 << 20  # of row groups in flight, unless a single one is larger
 TASK_BYTES = 64 << 20  # decoded crops that a task aims at, between the two bounds below
 LEAST_TASK_ROWS, MOST_TASK_ROWS = 256, 4096  # a task costs about 30 ms to schedule; a window may hold more rows
 
@@ -127,14 +131,23 @@ def segment_steps(source: Source, groups: range, segment: Segment) -> Iterator[d
 
 
 def read_rows(manifest: Manifest, rows: np.ndarray) -> dict[int, bytes]:
-    """The encoded images of rows (N,) int64, each chunk read once. Raises UserError naming a file that fails."""
-    found: dict[int, bytes] = {}
+    """The encoded images of rows (N,) int64, each chunk read once, several at a time.
+
+    Raises UserError naming a file that fails.
+    """
     rows = np.unique(rows)
     chunks, inner = manifest.locate(rows)
-    for chunk, first, stop in zip(*_runs(chunks), strict=True):
-        encoded = read_chunk_rows(manifest, chunk, inner[first:stop]).encoded
-        found.update(zip(rows[first:stop].tolist(), encoded, strict=True))
-    return found
+
+    def read(chunk: int, first: int, stop: int) -> list[bytes]:
+        return read_chunk_rows(manifest, chunk, inner[first:stop]).encoded
+
+    largest = int(manifest.chunk_bytes[np.unique(chunks)].max(initial=1))
+    with ThreadPoolExecutor(min(READ_THREADS, max(1, READ_BYTES // largest))) as threads:
+        try:
+            parts = list(threads.map(read, *_runs(chunks)))
+        finally:
+            threads.shutdown(cancel_futures=True)  # after an error nobody waits for the rest
+    return dict(zip(rows.tolist(), chain.from_iterable(parts), strict=True))
 
 
 def _runs(chunks: np.ndarray) -> tuple[list[int], list[int], list[int]]:

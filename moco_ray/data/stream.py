@@ -33,9 +33,9 @@ from ray.exceptions import RayError
 
 from moco_ray.data.batch import BadRow, Batch
 from moco_ray.data.decode import BadImage, centre_crop, decode
+from moco_ray.data.on_ray import user_error
 from moco_ray.data.segment import Segments, Source, bad_row, segment_steps
 from moco_ray.data.shards import Manifest, read_chunk_rows
-from moco_ray.errors import UserError
 from moco_ray.plan import Plan
 from moco_ray.recipe import Recipe
 
@@ -60,8 +60,8 @@ def batches(manifest: Manifest, recipe: Recipe, plan: Plan, world: int, rank: in
     segments = Segments(plan, world, rank, start_step)
     shared = ray.put((Source(manifest, recipe, plan), segments))
     row_bytes = 2 * 3 * recipe.augment.image_pixels**2
-    step = start_step
-    for columns in _in_order(partial(_segment_task, shared), len(segments), segments.rows_per_step, row_bytes):
+    step, shape = start_step, _Shape(segments.rows_per_step, row_bytes, world, _task_cpus(manifest))
+    for columns in _in_order(partial(_segment_task, shared), len(segments), shape):
         yield _batch(columns, segments, step)
         step += 1
     if step != max(start_step, plan.total_steps):
@@ -91,14 +91,19 @@ def labelled_images(
     task_rows = batch_rows * max(1, EVALUATION_TASK_ROWS // batch_rows)
     shared = ray.put((manifest, recipe, row_numbers))
     work = partial(_labelled_task, shared, task_rows, batch_rows)
-    seen = 0
-    for columns in _in_order(work, -(-len(row_numbers) // task_rows), batch_rows, 3 * recipe.augment.image_pixels**2):
+    seen, shape = 0, _Shape(batch_rows, 3 * recipe.augment.image_pixels**2, 1, _task_cpus(manifest))
+    for columns in _in_order(work, -(-len(row_numbers) // task_rows), shape):
         _refuse_other(seen, np.arange(seen, min(seen + batch_rows, len(row_numbers))), columns["position"])
         seen += len(columns["position"])
         bad, good = _bad_rows(columns["bad"]), columns["bad"] == ""
         if bad:
             columns = {name: values[good] for name, values in columns.items()}
         yield LabelledBatch(*(_tensor(columns[name]) for name in ("crops", "label", "row")), bad)
+
+
+def _task_cpus(manifest: Manifest) -> float:
+    """A task from object storage waits for its bytes, then decodes them: two share a CPU, so that it has work."""
+    return 1.0 if manifest.store.is_local else 0.5
 
 
 def _segment_task(shared: ray.ObjectRef, task: int) -> Iterator[Columns]:
@@ -160,15 +165,36 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array)
 
 
-def _in_order(
-    work: Callable[[int], Iterator[Columns]], tasks: int, block_rows: int, row_bytes: int
-) -> Iterator[Columns]:
-    """The columns that work(0), work(1), .. work(tasks-1) yield, in this order, `block_rows` rows at a time.
+class _Shape(NamedTuple):
+    """Of one pipeline among several."""
 
-    All that a task yields has `block_rows` rows, except the very last. Raises the UserError that a task raised.
+    block_rows: int
+    row_bytes: int
+    ranks: int  # pipelines that share the cluster
+    task_cpus: float
+
+    @property
+    def bytes(self) -> int:
+        return self.block_rows * self.row_bytes
+
+
+def _blocks_held(shape: _Shape) -> int:
+    """Blocks that a pipeline aims to keep in the object store; more, and memory grows with what is to come.
+
+    Fewer slow it down: with 2 CPUs, 2 blocks cost a fifth of the rate, 8 cost nothing, and the store holds up to 10
+    for each task in flight in any case (see Plan.object_store_blocks).
+    """
+    parallel = ray.cluster_resources().get("CPU", 1) / (shape.ranks * shape.task_cpus)
+    return 4 + 4 * max(1, int(parallel))
+
+
+def _in_order(work: Callable[[int], Iterator[Columns]], tasks: int, shape: _Shape) -> Iterator[Columns]:
+    """The columns that work(0), work(1), .. work(tasks-1) yield, in this order, `shape.block_rows` rows at a time.
+
+    All that a task yields has as many rows, except the very last. Raises the UserError that a task raised.
     """
     parts = [range(first, min(first + TASKS_PER_PIPELINE, tasks)) for first in range(0, tasks, TASKS_PER_PIPELINE)]
-    start = partial(_start_pipeline, work, block_rows, row_bytes)
+    start = partial(_start_pipeline, work, shape)
     with ThreadPoolExecutor(1, "next-pipeline") as thread:
         following: Future | None = thread.submit(start, parts[0]) if parts else None
         try:
@@ -180,7 +206,7 @@ def _in_order(
                         following = thread.submit(start, parts[index + 1])
                     yield columns
         except RayError as error:
-            if (mistake := _user_error(error)) is not None:
+            if (mistake := user_error(error)) is not None:
                 raise mistake from None
             raise
 
@@ -198,7 +224,7 @@ class _Pause:
     def after_execution_fails(self, executor, error) -> None: ...
 
 
-def _start_pipeline(work: Callable, block_rows: int, row_bytes: int, part: range) -> Iterator[Columns]:
+def _start_pipeline(work: Callable, shape: _Shape, part: range) -> Iterator[Columns]:
     """Start one pipeline over a run of tasks and wait for its first block."""
 
     def run_tasks(block: Columns) -> Iterator[Columns]:
@@ -207,22 +233,16 @@ def _start_pipeline(work: Callable, block_rows: int, row_bytes: int, part: range
                 yield columns | {"task": np.full(len(columns["crops"]), part.start + number)}
 
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what matters is raised; a run prints its own progress
-    tasks = ray.data.range(len(part), override_num_blocks=len(part)).map_batches(run_tasks, batch_size=None, num_cpus=1)
+    numbers = ray.data.range(len(part), override_num_blocks=len(part))
+    tasks = numbers.map_batches(run_tasks, batch_size=None, num_cpus=shape.task_cpus)
     context = tasks.context
     context.enable_progress_bars = context.print_on_execution_start = False
     context.execution_options.preserve_order = True
+    context.execution_options.resource_limits = ray.data.ExecutionResources.for_limits(
+        object_store_memory=_blocks_held(shape) * shape.bytes
+    )
     context.custom_execution_callback_classes = [_Pause]
-    context.target_max_block_size = int(0.8 * block_rows * row_bytes)
-    blocks = iter(tasks.iter_batches(batch_size=block_rows, batch_format="numpy", prefetch_batches=PREFETCH_BLOCKS))
+    context.target_max_block_size = int(0.8 * shape.bytes)
+    batches = tasks.iter_batches(batch_size=shape.block_rows, batch_format="numpy", prefetch_batches=PREFETCH_BLOCKS)
+    blocks = iter(batches)
     return chain([next(blocks)], blocks)
-
-
-def _user_error(error: BaseException | None) -> UserError | None:
-    """The UserError that lies behind an error of a task, in one line.
-
-    Ray raises an error that is of the cause's class too, but whose text is the task's traceback: look behind it. And
-    it appends advice on retries to the text of the cause: ours has one line, so the first is all of it.
-    """
-    while error is not None and (isinstance(error, RayError) or not isinstance(error, UserError)):
-        error = getattr(error, "cause", None) or error.__cause__
-    return None if error is None else UserError(str(error).splitlines()[0])

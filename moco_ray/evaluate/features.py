@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from moco_ray.data.augment import normalise
-from moco_ray.data.shards import Manifest, build_manifest, read_chunk_rows
+from moco_ray.data.shards import Manifest, read_chunk_rows
 from moco_ray.data.stream import labelled_images
+from moco_ray.data.survey import build_manifest
 from moco_ray.errors import UserError
 from moco_ray.evaluate.knn import knn_predict
 from moco_ray.method.encoder import Encoder, autocast, working_dtype

@@ -1,0 +1,405 @@
+"""A folder anywhere: on a disk, in S3-compatible object storage, or behind any fsspec URI.
+
+Responsible for opening it, for listing, reading by range, writing whole or not at all, for bounded retries, and for
+naming the object, the cause and the cure when one fails. Not responsible for what lies in it (listing.py, shards.py).
+
+S3 goes through pyarrow's client (three times the rate of s3fs), everything else but local disks through fsspec.
+pyarrow gives up after three replies of 503 and forgives no reset in mid-body of a write: hence the tries of our own.
+"""
+
+import contextlib
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import fsspec
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from moco_ray.errors import UserError
+
+# Before the first S3 call of this process: pyarrow's trailing checksums make some stores answer 411, and others keep
+# the framing of the upload as data.
+os.environ.setdefault("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
+
+TRIES = 5
+FIRST_PAUSE_SECONDS = 0.5  # doubled at each further try, give or take a half: 4 to 11 seconds in all
+CONNECT_SECONDS = 5
+STALLED_SECONDS = 10  # without a byte: the request is made again
+LISTING_THREADS = 16
+S3_OPTIONS = ("endpoint_override", "scheme", "region", "anonymous")  # in the URI, as ?key=value&...
+
+T = TypeVar("T")
+
+
+class Entry(NamedTuple):
+    """One file or object."""
+
+    name: str  # relative POSIX name below the store
+    bytes: int
+    version: int  # time of its last change in nanoseconds; 0 where the storage tells none
+
+
+@dataclass(frozen=True)
+class Store:
+    """A folder and what can be done below it. Small and picklable; each process opens the filesystem for itself.
+
+    Names are relative POSIX names. Every call tries `TRIES` times where another try may help, then raises UserError.
+    """
+
+    uri: str  # an absolute path, or a URI; never with credentials in it
+
+    @classmethod
+    def at(cls, uri: str) -> "Store":
+        """The folder that a user names: a path, file://, s3:// or another URI known to fsspec.
+
+        s3://bucket/prefix takes `?endpoint_override=host:port&scheme=http&region=..&anonymous=true`; otherwise the
+        endpoint, region and credentials are the usual ones of AWS: variables, profile, role of the machine.
+        Raises UserError for an unknown scheme or option, and for credentials in the URI. Touches no network.
+        """
+        if not uri:
+            raise UserError("no data set is named; give a folder or a URI, for example data.uri=/data/images")
+        parsed = urlsplit(uri)
+        if "://" not in uri or parsed.scheme == "file":
+            if parsed.scheme == "file" and parsed.netloc not in ("", "localhost"):
+                raise UserError(f"{uri}: a file:// URI has three slashes before its path, as in file:///data/images")
+            path = Path(unquote(parsed.path) if "://" in uri else uri).expanduser()
+            return cls(str(path.resolve()))
+        if parsed.password or parsed.username:
+            raise UserError(
+                f"{parsed.scheme}://{parsed.hostname}{parsed.path}: credentials in a URI would be written into the run "
+                "folder; give them by AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role"
+            )
+        store = cls(uri)
+        store._opened  # noqa: B018  raises what is wrong with the URI
+        return store
+
+    @property
+    def is_local(self) -> bool:
+        return "://" not in self.uri
+
+    @property
+    def _opened(self) -> tuple[pafs.FileSystem, str]:
+        return _open(self.uri)
+
+    def _path(self, name: str) -> str:
+        base = self._opened[1]
+        return f"{base}/{name}" if base and name else base or name
+
+    def place(self, name: str) -> str:
+        """A name in full, for messages."""
+        base, _, _ = self.uri.partition("?")
+        return f"{base.rstrip('/')}/{name}" if name else base
+
+    def below(self, prefix: str) -> "Store":
+        """The folder `prefix` of this one."""
+        base, mark, options = self.uri.partition("?")
+        return Store(f"{base.rstrip('/')}/{prefix}{mark}{options}")
+
+    def list(self) -> list[Entry]:
+        """Every file below, sorted by name; [] if there is nothing. First-level folders are listed side by side."""
+        if self.is_local:
+            return _local_files(Path(self.uri))
+        filesystem, base = self._opened
+
+        def level(path: str, recursive: bool) -> list[pafs.FileInfo]:
+            return self.attempt("listed", self._relative(path), lambda: filesystem.get_file_info(
+                pafs.FileSelector(path, recursive=recursive, allow_not_found=True)))  # fmt: skip
+
+        top = level(base, False)
+        folders = [info.path for info in top if info.type == pafs.FileType.Directory]
+        with ThreadPoolExecutor(LISTING_THREADS) as threads:
+            parts = [top, *threads.map(lambda folder: level(folder, True), folders)]
+        if not top:
+            self._refuse_missing_bucket()
+        return sorted(
+            Entry(self._relative(info.path), info.size, info.mtime_ns or 0)
+            for infos in parts
+            for info in infos
+            if info.type == pafs.FileType.File
+        )
+
+    def _refuse_missing_bucket(self) -> None:
+        """Raise UserError if that is why nothing was listed; for other storage an empty list is all that is known."""
+        filesystem, base = self._opened
+        if isinstance(filesystem, pafs.S3FileSystem):
+            bucket = base.partition("/")[0]
+            info = self.attempt("looked at", "", lambda: filesystem.get_file_info(bucket))
+            if info.type == pafs.FileType.NotFound:
+                raise UserError(
+                    f"{self.place('')}: there is no bucket {bucket!r}; check its name, the endpoint and the region"
+                )
+
+    def _relative(self, path: str) -> str:
+        return path.removeprefix(self._opened[1]).lstrip("/")
+
+    def is_file(self) -> bool:
+        """Whether the URI names a single file, not a folder."""
+        filesystem, base = self._opened
+        info = self.attempt("looked at", "", lambda: filesystem.get_file_info(base))
+        return info.type == pafs.FileType.File
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None if there is none."""
+        filesystem, path = self._opened[0], self._path(name)
+        info = self.attempt("looked at", name, lambda: filesystem.get_file_info(path))
+        return info.size if info.type == pafs.FileType.File else None
+
+    def open(self, name: str) -> pa.NativeFile:
+        """A seekable file. Its later reads are not tried again: wrap what uses it in `attempt`."""
+        return self._opened[0].open_input_file(self._path(name))
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """The bytes start..stop-1 of a file, or all from `start` on. Raises UserError if the file ends before `stop`."""
+
+        def call() -> bytes:
+            with self.open(name) as file:
+                return file.read_at((file.size() if stop is None else stop) - start, start)
+
+        found = self.attempt("read", name, call)
+        if stop is not None and len(found) != stop - start:
+            raise UserError(
+                f"{self.place(name)} has changed: it ends after byte {start + len(found)}, and bytes up to {stop} "
+                "were expected; put it back as it was, or begin anew"
+            )
+        return found
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file whole or not at all, and see that as many bytes are stored.
+
+        A local file is written under another name and renamed. An object appears when its upload is complete; if the
+        reply to that is lost, the object is compared with `content` before the upload is called a failure.
+        """
+        if self.is_local:
+            self.attempt("written", name, lambda: _write_local(Path(self._path(name)), content))
+            return
+        filesystem, path = self._opened[0], self._path(name)
+
+        def call() -> None:
+            try:
+                with filesystem.open_output_stream(path) as file:
+                    file.write(content)
+            except OSError:
+                if not self._holds(name, content):
+                    raise
+            stored = filesystem.get_file_info(path).size
+            if stored != len(content):
+                raise OSError(f"{stored} bytes are stored of {len(content)} that were sent")
+
+        if isinstance(filesystem, pafs.PyFileSystem):
+            with contextlib.suppress(NotImplementedError, OSError):  # where folders are real, as with sftp
+                filesystem.create_dir(path.rpartition("/")[0], recursive=True)
+        self.attempt("written", name, call)
+
+    def _holds(self, name: str, content: bytes) -> bool:
+        with contextlib.suppress(OSError):
+            with self.open(name) as file:
+                return file.size() == len(content) and file.read() == content
+        return False
+
+    def delete(self, name: str) -> None:
+        """Remove a file; that it is gone already is fine."""
+        path = self._path(name)
+        delete = _s3fs(self.uri).rm_file if self._opened[0].type_name == "s3" else self._opened[0].delete_file
+
+        def call() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                delete(path)
+
+        self.attempt("deleted", name, call)
+
+    def attempt(self, what: str, name: str, call: Callable[[], T]) -> T:
+        """`call()`, tried again after a pause where the storage failed in a way that may pass.
+
+        Raises UserError that says that `name` cannot be `what` ("read", "written"), why, and what cures it. Errors
+        that are not the storage's (a damaged Parquet file) pass through.
+        """
+        tries = 1 if self.is_local else TRIES
+        for attempt in range(tries):
+            try:
+                return call()
+            except (UserError, pa.ArrowException, MemoryError):  # ArrowException: OSError of pyarrow is none
+                raise
+            except Exception as error:
+                if not isinstance(error, OSError) and isinstance(self._opened[0], pafs.LocalFileSystem | pafs.S3FileSystem):
+                    raise  # ours; what fsspec's filesystems raise is of many kinds
+                cure = self._cure(error)
+                if cure or attempt == tries - 1:
+                    raise UserError(self._told(what, name, error, cure)) from error
+            time.sleep(FIRST_PAUSE_SECONDS * 2**attempt * random.uniform(0.5, 1.5))
+        raise AssertionError("the last try returns or raises")
+
+    def _told(self, what: str, name: str, error: Exception, cure: str) -> str:
+        tried = "" if cure or self.is_local else f" after {TRIES} tries"
+        cure = cure or "see that the storage can be reached and is well, then go on"
+        return f"{self.place(name)} cannot be {what}{tried} ({one_line(error)}); {cure}"
+
+    def _cure(self, error: Exception) -> str:
+        """What a user can do where another try cannot help; "" where it may."""
+        text = str(error)
+        if "NO_SUCH_BUCKET" in text or "NoSuchBucket" in text or "Bucket '" in text and "not found" in text:
+            return "there is no such bucket: check its name, the endpoint and the region"
+        if isinstance(error, FileNotFoundError) or "NO_SUCH_KEY" in text or "RESOURCE_NOT_FOUND" in text:
+            return "it does not exist: put it back as it was, or begin anew"
+        if any(word in text for word in DENIED) or isinstance(error, PermissionError):
+            if self.is_local:
+                return "mend its permissions"
+            return (
+                "the storage refuses the credentials it was given, or they do not permit this: check AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or the machine's role (s3:GetObject and s3:ListBucket to read, "
+                "s3:PutObject and s3:DeleteObject to write)"
+            )
+        if isinstance(error, OSError) and error.errno in (28, 122, 30):  # no space, quota, read-only
+            return "make room or mend the storage"
+        return ""
+
+
+# Parts of the messages of pyarrow (upper case) and of s3fs and HTTP; the last is rclone's to a request without a signature.
+DENIED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "EXPIRED_TOKEN", "INVALID_CLIENT_TOKEN_ID",
+          "InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied", "Forbidden", "HTTP status 403",
+          "UnsupportedAlgorithm")  # fmt: skip
+
+
+def one_line(error: BaseException) -> str:
+    """The text of an error in one line, or its class if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@lru_cache(maxsize=64)
+def _open(uri: str) -> tuple[pafs.FileSystem, str]:
+    """The filesystem and the path in it. Raises UserError for what can be told without the network."""
+    scheme, mark, _ = uri.partition("://")
+    if not mark:
+        return pafs.LocalFileSystem(), uri
+    if scheme in ("s3", "s3a", "s3n"):
+        return _open_s3(uri)
+    try:
+        filesystem, path = fsspec.core.url_to_fs(uri)
+    except (ValueError, ImportError) as error:
+        cure = "check the URI" if isinstance(error, ValueError) else "install it on every machine of the run"
+        raise UserError(f"{uri}: {one_line(error)}; {cure}") from error
+    return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), path.rstrip("/")
+
+
+@lru_cache(maxsize=4)
+def _s3fs(uri: str) -> fsspec.AbstractFileSystem:
+    """For deleting alone: pyarrow would write an empty object in place of the folder, and want the right to."""
+    import s3fs
+
+    _, settings = _s3_settings(uri)
+    endpoint = settings["endpoint_override"] and f"{settings['scheme']}://{settings['endpoint_override']}"
+    client = {"endpoint_url": endpoint, "region_name": settings["region"]}
+    return s3fs.S3FileSystem(anon=settings["anonymous"], client_kwargs=client, skip_instance_cache=True)
+
+
+def _open_s3(uri: str) -> tuple[pafs.FileSystem, str]:
+    path, settings = _s3_settings(uri)
+    strategy = pafs.AwsStandardS3RetryStrategy(max_attempts=3)
+    return pafs.S3FileSystem(
+        connect_timeout=CONNECT_SECONDS,
+        request_timeout=STALLED_SECONDS,
+        retry_strategy=strategy,
+        allow_delayed_open=True,  # a small object is one request, not the three of a multipart upload
+        **settings,
+    ), path
+
+
+def _s3_settings(uri: str) -> tuple[str, dict]:
+    """bucket/prefix, and what pyarrow's client is told."""
+    parsed = urlsplit(uri)
+    options = dict(parse_qsl(parsed.query))
+    unknown = set(options) - set(S3_OPTIONS)
+    if unknown or not parsed.netloc:
+        what = f"unknown option {min(unknown)!r}" if unknown else "there is no bucket in it"
+        raise UserError(f"{uri}: {what}; write s3://bucket/prefix, with options of {', '.join(S3_OPTIONS)}")
+    profile = _profile()
+    endpoint = options.get("endpoint_override") or next(
+        (os.environ[name] for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL") if os.environ.get(name)),
+        profile.get("endpoint_url", ""),
+    )
+    named, mark, host = endpoint.rpartition("://")
+    region = (
+        options.get("region")
+        or os.environ.get("AWS_REGION")
+        or os.environ.get("AWS_DEFAULT_REGION")
+        or profile.get("region")
+        or ("us-east-1" if endpoint else None)
+    )
+    if region is None:
+        with contextlib.suppress(OSError):  # one question to AWS; without an answer the client has its own default
+            region = pafs.resolve_s3_region(parsed.netloc)
+    return f"{parsed.netloc}{unquote(parsed.path)}".rstrip("/"), {
+        "anonymous": options.get("anonymous", "false").lower() == "true",
+        "region": region,
+        "scheme": options.get("scheme") or (named if mark else "https"),
+        "endpoint_override": host.rstrip("/") or None,
+    }
+
+
+def _profile() -> dict[str, str]:
+    """Region and endpoint of the AWS profile in force; pyarrow reads only its credentials."""
+    import botocore.exceptions
+    import botocore.session  # half a second: only for S3
+
+    try:
+        return botocore.session.get_session().get_scoped_config()
+    except botocore.exceptions.BotoCoreError as error:
+        raise UserError(f"the AWS configuration cannot be used: {one_line(error)}; mend it or unset AWS_PROFILE") from error
+
+
+def _write_local(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+
+
+def _local_files(root: Path) -> list[Entry]:
+    """All files below a folder, links followed. Raises UserError for a folder that is reached twice by links."""
+    if not root.is_dir():
+        return []
+    found, folders, reached = [], [""], {_identity(root): ""}
+    while folders:
+        folder = folders.pop()
+        try:
+            for entry in _scanned(root / folder):
+                name = f"{folder}{entry.name}"
+                if any("\ud800" <= letter <= "\udfff" for letter in name):  # how Python marks undecodable bytes
+                    raise UserError(f"{root}: the file name {name!r} is not valid UTF-8; rename it")
+                if not entry.is_dir():
+                    facts = entry.stat()
+                    found.append(Entry(name, facts.st_size, facts.st_mtime_ns))
+                    continue
+                other = reached.setdefault(_identity(entry.path), name)
+                if other != name:
+                    raise UserError(f"{root}: {name} and {other or '.'} are one folder, by a link; remove the link")
+                folders.append(name + "/")
+        except OSError as error:
+            raise UserError(f"{root / folder} cannot be listed ({error}); repair its links or permissions") from error
+    return sorted(found)
+
+
+def _scanned(folder: Path) -> Iterator[os.DirEntry]:
+    """Names with a leading dot left out: they are nobody's data, and what they link to is not followed."""
+    with os.scandir(folder) as entries:
+        yield from (entry for entry in entries if not entry.name.startswith("."))
+
+
+def _identity(folder: str | Path) -> tuple[int, int]:
+    facts = os.stat(folder)
+    return facts.st_dev, facts.st_ino
