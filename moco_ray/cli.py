@@ -4,6 +4,7 @@ A user's mistake is one line on standard error and exit code 2; anything else ke
 """
 
 import argparse
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -81,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--rows", type=int, help="number of images, where no data set is given")
     plan.add_argument("--workers", type=int, default=1, help="for the efficiency of this many workers (1)")
 
+    plan.add_argument("--at-step", type=int, metavar="STEP", help="also tell what a resume at this step would open")
+
     demo = command("demo-data", _demo_data, "fetch Fashion-MNIST, or draw the generated set, as Parquet shards")
     demo.add_argument("target", help="folder to write train/, validation/ and test/ into")
     demo.add_argument("--source", help="folder with Fashion-MNIST's four idx files, instead of looking for them")
@@ -148,7 +151,21 @@ def _finished(folder) -> None:
 def _show_plan(arguments: argparse.Namespace) -> None:
     from moco_ray.show_plan import describe
 
-    print(describe(_read_recipe(arguments), arguments.rows, arguments.workers))
+    with _spread(arguments) as spread:
+        print(describe(_read_recipe(arguments), arguments.rows, arguments.workers, arguments.at_step, spread))
+
+
+@contextlib.contextmanager
+def _spread(arguments: argparse.Namespace):
+    """A map over Ray tasks for data sets that are large; Ray is not even imported for the others."""
+    with contextlib.ExitStack() as stack:
+
+        def spread(work, items):
+            from moco_ray.session import lazily_spread
+
+            yield from stack.enter_context(lazily_spread(1, arguments.debug))(work, items)
+
+        yield spread
 
 
 def _demo_data(arguments: argparse.Namespace) -> None:

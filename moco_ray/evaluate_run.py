@@ -8,11 +8,11 @@ from moco_ray import checkpoint
 from moco_ray.errors import UserError
 from moco_ray.evaluate.features import backbone_of, describe_set, labelled_sets, raw_pixels
 from moco_ray.evaluate.table import as_json, as_markdown, as_text, compare
-from moco_ray.launch import ray_session
 from moco_ray.learner import Learner
 from moco_ray.ranks import Ranks
 from moco_ray.recipe import Recipe
 from moco_ray.run_folder import RunFolder
+from moco_ray.session import lazily_spread, ray_session
 
 NEIGHBOURS = (20, 200)
 
@@ -40,10 +40,11 @@ def evaluate_run(folder: RunFolder, bank_uri: str | None, query_uri: str | None,
         "untrained encoder": backbone_of(untrained.f_q.eval(), recipe, device),
         "trained encoder": backbone_of(trained.f_q.eval(), recipe, device),
     }
-    sets = labelled_sets(recipe, all_rows=True)
-    with ray_session(1, debug):
-        bank = describe_set(sets[0], descriptions, recipe, Ranks(device=device))
-        queries = describe_set(sets[1], descriptions, recipe, Ranks(device=device))
+    with lazily_spread(1, debug) as spread:
+        sets = labelled_sets(recipe, all_rows=True, spread=spread)
+        with ray_session(1, debug):
+            bank = describe_set(sets[0], descriptions, recipe, Ranks(device=device))
+            queries = describe_set(sets[1], descriptions, recipe, Ranks(device=device))
     usable = [k for k in NEIGHBOURS if k <= len(bank.labels)]
     if not usable:
         raise UserError(

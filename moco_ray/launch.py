@@ -5,13 +5,12 @@ the worker's function that puts ranks, data, learner and outputs together. Not r
 """
 
 import contextlib
-import logging
 import os
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 import ray.train
@@ -21,10 +20,10 @@ import torch
 from moco_ray import checkpoint
 from moco_ray.data.shards import Manifest
 from moco_ray.data.stream import batches
-from moco_ray.data.survey import build_manifest
+from moco_ray.data.survey import Spread, build_manifest
 from moco_ray.errors import UserError
 from moco_ray.evaluate.curves import draw_curves
-from moco_ray.evaluate.features import labelled_sets, watch_knn
+from moco_ray.evaluate.features import LabelledSet, labelled_sets, watch_knn
 from moco_ray.learner import Learner
 from moco_ray.method.encoder import refuse_emulated_precision
 from moco_ray.monitor import Monitor
@@ -33,9 +32,9 @@ from moco_ray.progress import Progress
 from moco_ray.ranks import Ranks
 from moco_ray.recipe import Recipe
 from moco_ray.run_folder import RunFolder, code_version, told_as_user_error
+from moco_ray.session import lazily_spread, ray_session
 from moco_ray.train import Outputs, train
 
-SPARE_CPUS = 2  # for the data tasks of a local Ray; they share the cores with the workers
 POLL_SECONDS = 0.5
 
 
@@ -57,13 +56,14 @@ class Board:
 def pretrain(recipe: Recipe, folder: RunFolder, workers: int, debug: bool = False) -> RunFolder:
     """Start a new run and carry it to its end. Raises UserError for all that a user can cure."""
     recipe = recipe.at_absolute_paths()
-    manifest, plan = survey(recipe)
-    plan.refuse_world(workers)
-    folder.refuse_if_taken(recipe)
-    for warning in [*plan.warnings(), *manifest.warnings]:
-        print(f"warning: {warning}", file=sys.stderr)
-    folder.create(recipe, plan, manifest)
-    _carry(plan, folder, workers, debug)
+    with lazily_spread(workers, debug) as spread:
+        surveyed = survey(recipe, spread)
+        surveyed.plan.refuse_world(workers)
+        folder.refuse_if_taken(recipe)
+        for warning in [*surveyed.plan.warnings(), *surveyed.manifest.warnings]:
+            print(f"warning: {warning}", file=sys.stderr)
+        folder.create(recipe, surveyed.plan, surveyed.manifest)
+        _carry(surveyed, folder, workers, debug)
     return folder
 
 
@@ -80,38 +80,47 @@ def resume(folder: RunFolder, workers: int | None, overrides: list[str], debug: 
             f"a resumed run must compute the same; this would change {'; '.join(recipe.differences(started))}. Start a new run "
             "for that (what may change: run.* but the seed, evaluation.*, data.uri, data.max_bad_rows_fraction)"
         )
-    manifest, plan = survey(recipe)
-    plan.refuse_world(workers)
     held = Manifest.load(folder.manifest)
     last = checkpoint.newest(folder.checkpoints)
-    if held.fingerprint != manifest.fingerprint:
-        raise UserError(
-            f"the data at {recipe.data.uri} is not what the run began with ({manifest.rows} rows, {held.rows} then; fingerprint "
-            f"{manifest.fingerprint}, {held.fingerprint} then); bring it back, or start a new run"
-        )
-    if last and checkpoint.step_of(last) >= plan.total_steps:
-        raise UserError(f"{folder.path} is finished: all {plan.total_steps} steps are done")
-    if last:
-        checkpoint.refuse_other(last, checkpoint.about_of(last), recipe.fingerprint(), manifest.fingerprint)
-    folder.update(recipe, manifest)
-    _carry(plan, folder, workers, debug)
+    with lazily_spread(workers, debug) as spread:
+        surveyed = survey(recipe, spread)
+        manifest, plan = surveyed.manifest, surveyed.plan
+        plan.refuse_world(workers)
+        if held.fingerprint != manifest.fingerprint:
+            raise UserError(
+                f"the data at {recipe.data.uri} is not what the run began with ({manifest.rows} rows, {held.rows} then; "
+                f"fingerprint {manifest.fingerprint}, {held.fingerprint} then); bring it back, or start a new run"
+            )
+        if last and checkpoint.step_of(last) >= plan.total_steps:
+            raise UserError(f"{folder.path} is finished: all {plan.total_steps} steps are done")
+        if last:
+            checkpoint.refuse_other(last, checkpoint.about_of(last), recipe.fingerprint(), manifest.fingerprint)
+        folder.update(recipe, manifest)
+        _carry(surveyed, folder, workers, debug)
     return folder
 
 
-def survey(recipe: Recipe) -> tuple[Manifest, Plan]:
-    """The data set and what follows from it. Raises UserError before anything is started."""
+class Surveyed(NamedTuple):
+    """A recipe's data, and what follows from them."""
+
+    manifest: Manifest
+    plan: Plan
+    sets: tuple[LabelledSet, LabelledSet] | None  # bank and queries of the evaluation, if the recipe names them
+
+
+def survey(recipe: Recipe, spread: Spread | None = None) -> Surveyed:
+    """The data sets and what follows from them. Raises UserError before anything is started."""
     if not recipe.data.uri:
         raise UserError("no data set: give --data FOLDER, or data.uri in the recipe")
     if not os.environ.get("RAY_ADDRESS"):  # a local Ray: the workers' device is this machine's
         refuse_emulated_precision(recipe.encoder, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    manifest = build_manifest(recipe.data.uri, recipe.data.image_column)
+    manifest = build_manifest(recipe.data.uri, recipe.data.image_column, spread)
     plan = Plan(recipe, manifest.rows)
-    if recipe.evaluation.bank_uri:
-        labelled_sets(recipe)
-    return manifest, plan
+    return Surveyed(manifest, plan, labelled_sets(recipe, spread=spread) if recipe.evaluation.bank_uri else None)
 
 
-def _carry(plan: Plan, folder: RunFolder, workers: int, debug: bool) -> None:
+def _carry(surveyed: Surveyed, folder: RunFolder, workers: int, debug: bool) -> None:
+    plan = surveyed.plan
     with folder.locked(), ray_session(workers, debug) as (cpus, gpus):
         last = checkpoint.newest(folder.checkpoints)
         start = checkpoint.step_of(last) if last else 0
@@ -122,7 +131,7 @@ def _carry(plan: Plan, folder: RunFolder, workers: int, debug: bool) -> None:
         watcher.start()
         trainer = ray.train.torch.TorchTrainer(
             _worker,
-            train_loop_config={"run": str(folder.path), "board": board, "threads": cpus},
+            train_loop_config={"run": str(folder.path), "board": board, "threads": cpus, "sets": surveyed.sets},
             scaling_config=ray.train.ScalingConfig(
                 num_workers=workers,
                 use_gpu=gpus > 0,
@@ -174,7 +183,6 @@ def _worker(config: dict[str, Any]) -> None:
 
     with told_as_user_error(folder.path):
         monitor = Monitor(folder.path, plan, ranks, learner.step, tell)
-    sets = labelled_sets(recipe) if recipe.evaluation.bank_uri else None
 
     def record(entry: dict[str, Any], bad: list) -> None:
         with told_as_user_error(folder.path):
@@ -187,7 +195,7 @@ def _worker(config: dict[str, Any]) -> None:
 
     def evaluate(learner: Learner) -> dict[str, float]:
         with monitor.paused():
-            return watch_knn(learner.f_q, sets, recipe, ranks)
+            return watch_knn(learner.f_q, config["sets"], recipe, ranks)
 
     rows = batches(manifest, recipe, plan, ranks.world, ranks.rank, learner.step)
     if device.type != "cpu":
@@ -228,48 +236,6 @@ def save_on_first(learner: Learner, folder: RunFolder, about: dict[str, Any], re
     failure = ranks.gather_objects(failure)[0]
     if failure is not None:
         raise failure
-
-
-@contextlib.contextmanager
-def ray_session(workers: int, debug: bool = False):
-    """A Ray with room for the workers and their data tasks; yields (CPUs of a worker, GPUs in all).
-
-    The cluster where there is one (RAY_ADDRESS, or inside `ray job submit`); otherwise a local Ray, which is
-    stopped again. Its logical CPUs are more than the cores: the data tasks share them with the workers.
-    """
-    logging.getLogger("ray").setLevel(logging.INFO if debug else logging.ERROR)
-    common = {"log_to_driver": debug, "logging_level": "INFO" if debug else "ERROR", "ignore_reinit_error": True}
-    ours = not ray.is_initialized()
-    if ours and os.environ.get("RAY_ADDRESS"):
-        try:
-            ray.init(**common)
-        except ConnectionError as error:
-            address = os.environ["RAY_ADDRESS"]
-            raise UserError(
-                f"no Ray cluster answers at RAY_ADDRESS {address}; start it, or unset the variable"
-            ) from error
-    elif ours:
-        each = max(1, len(os.sched_getaffinity(0)) // workers)
-        ray.init("local", num_cpus=workers * each + max(SPARE_CPUS, workers), include_dashboard=False, **common)
-    try:
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        gpus, cpus = (int(sum(node.get(kind, 0) for node in nodes)) for kind in ("GPU", "CPU"))
-        # On a cluster a quarter of the CPUs is left for reading data; the local Ray was made with its spare ones.
-        spare = max(SPARE_CPUS, workers, cpus // 4 if os.environ.get("RAY_ADDRESS") else 0)
-        each = max(1, (cpus - spare) // workers) if not gpus else 1
-        while each > 1 and sum(int(node.get("CPU", 0)) // each for node in nodes) < workers:
-            each -= 1  # a worker's CPUs must lie on one node
-        if cpus < workers * each + 1:
-            raise UserError(
-                f"the Ray cluster has {cpus} CPUs: {workers} workers of {each} leave none for reading data, and the run would wait "
-                "for ever; use fewer --workers, or a cluster with more CPUs"
-            )
-        if 0 < gpus < workers:
-            raise UserError(f"the Ray cluster has {gpus} GPUs for {workers} workers; use at most {gpus} --workers")
-        yield each, gpus
-    finally:
-        if ours:
-            ray.shutdown()
 
 
 def _watch(board, progress: Progress, stop: threading.Event) -> None:

@@ -2,19 +2,28 @@
 
 import torch
 
-from moco_ray.data.survey import build_manifest
+from moco_ray.data.reading import opened_at, reading
+from moco_ray.data.shards import Manifest
+from moco_ray.data.survey import Spread, build_manifest
 from moco_ray.errors import UserError
 from moco_ray.method.encoder import Encoder
 from moco_ray.method.schedule import learning_rate
 from moco_ray.plan import Plan
 from moco_ray.recipe import Recipe
 
+DATA_TASKS = 2  # at work for a rank, in the figure of memory
+NAMES_SHOWN = 4
 IMAGENET_ROWS = 1_281_167  # shown when neither data nor rows are given, and said
 
 
-def describe(recipe: Recipe, rows: int | None, workers: int) -> str:
-    """The plan as text. Raises UserError for what is wrong with recipe, data or workers."""
-    manifest = build_manifest(recipe.data.uri, recipe.data.image_column) if recipe.data.uri else None
+def describe(
+    recipe: Recipe, rows: int | None, workers: int, at_step: int | None = None, spread: Spread | None = None
+) -> str:
+    """The plan as text; with `at_step`, also what a run that resumes there would open.
+
+    Raises UserError for what is wrong with recipe, data, workers or step.
+    """
+    manifest = build_manifest(recipe.data.uri, recipe.data.image_column, spread) if recipe.data.uri else None
     if manifest is not None and rows not in (None, manifest.rows):
         raise UserError(f"--rows {rows} contradicts the data set's {manifest.rows} rows; give one of the two")
     source = recipe.data.uri if manifest else ("--rows" if rows else "ImageNet-1k's count, for no data set is given")
@@ -46,9 +55,53 @@ def describe(recipe: Recipe, rows: int | None, workers: int) -> str:
             f"{_bytes(6 * recipe.augment.image_pixels**2 * batch.global_batch_size)} uint8 a step, both views of all rows",
         ),
     ]
+    if manifest is not None:
+        table += _data_table(manifest, plan, workers)
+    if at_step is not None:
+        table += _resume_table(manifest, plan, workers, at_step)
     warnings = plan.warnings() + list(manifest.warnings if manifest else ())
     lines = [f"{name:<14} {text}" for name, text in table] + [f"warning: {text}" for text in warnings]
     return "\n".join(lines)
+
+
+def _data_table(manifest: Manifest, plan: Plan, workers: int) -> list[tuple[str, str]]:
+    """How the data lie, what an epoch reads, and the memory that a rank needs for it."""
+    found = reading(manifest, plan, workers)
+    total, chunks = int(manifest.chunk_bytes.sum()), len(manifest.chunk_rows)
+    what = {"parquet": "Parquet row groups", "tar": "runs of tar members", "tree": "image files"}[manifest.layout]
+    store = plan.object_store_bytes(workers, DATA_TASKS)
+    return [
+        ("data", f"{chunks:,} {what} in {len(manifest.names):,} files, {_bytes(total)}, {_bytes(total / plan.rows)} an image"),
+        (
+            "segments",
+            f"{found.segments_per_rank:,} an epoch and rank, of {found.steps_per_segment} steps; each reads "
+            f"{found.chunks_per_segment:.4g} pieces, {_bytes(found.bytes_per_segment)}",
+        ),
+        (
+            "reading",
+            f"{_bytes(found.bytes_per_step)} a step, {_bytes(found.bytes_per_step * plan.steps_per_epoch)} an epoch: "
+            f"{found.amplification:.2f} times the images' own bytes",
+        ),
+        (
+            "memory",
+            f"a rank: {_bytes(store)} of Ray's object store with {DATA_TASKS} data tasks at work for it, and "
+            f"{_bytes(found.bytes_per_segment)} in each task; all {workers}: {_bytes(workers * store)}",
+        ),
+    ]
+
+
+def _resume_table(manifest: Manifest | None, plan: Plan, workers: int, step: int) -> list[tuple[str, str]]:
+    if manifest is None:
+        raise UserError("--at-step tells which files a resume would open: give --data too")
+    if not 0 <= step < plan.total_steps:
+        raise UserError(f"--at-step {step}: the run has the steps 0 to {plan.total_steps - 1}")
+    lines = []
+    for rank in range(workers):
+        found = opened_at(manifest, plan, workers, rank, step)
+        more = f" and {len(found.files) - NAMES_SHOWN} more" if len(found.files) > NAMES_SHOWN else ""
+        names = ", ".join(found.files[:NAMES_SHOWN])
+        lines.append((f"at step {step}", f"rank {rank} opens {found.chunks} pieces, {_bytes(found.bytes)}, of {names}{more}"))
+    return lines
 
 
 def _points(plan: Plan) -> list[int]:

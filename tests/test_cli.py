@@ -70,7 +70,7 @@ PRETRAIN = ("pretrain", "small.toml", "--data", "images")
         (("pretrain", "missing.toml", "--data", "images"), "no recipe at missing.toml; the presets lie in jobs/"),
         (("pretrain", "small.toml"), "no data set: give --data FOLDER"),
         (("pretrain", "small.toml", "--data", "nowhere"), "nowhere does not exist"),
-        (("pretrain", "small.toml", "--data", "s3://bucket/x"), "only local folders"),
+        (("pretrain", "small.toml", "--data", "gs://bucket/x"), "install gcsfs"),
         ((*PRETRAIN, "batch.global_batch_size=16"), "12 rows, fewer than batch.global_batch_size 16"),
         ((*PRETRAIN, "--workers", "5"), "more workers than the 4 BatchNorm groups"),
         ((*PRETRAIN, "--workers", "0"), "at least one worker"),
@@ -134,8 +134,8 @@ def test_resume_takes_run_settings_and_the_data_at_another_place(place):
     Path("images").rename("moved")
     with mock.patch("moco_ray.launch._carry") as carry:
         assert main(["resume", str(run), "--data", "moved", "run.log_every_steps=2", "--workers", "2"]) == 0
-    plan, folder, workers, _ = carry.call_args.args
-    recipe = plan.recipe
+    surveyed, folder, workers, _ = carry.call_args.args
+    recipe = surveyed.plan.recipe
     assert (recipe.run.log_every_steps, recipe.data.uri, workers) == (2, str(place / "moved"), 2)
     assert Recipe.read(run / "recipe.toml") == recipe and folder.path == run
 

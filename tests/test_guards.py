@@ -20,7 +20,7 @@ LAYERS = [
     ["method", "data"],
     ["learner"],
     ["train", "checkpoint", "monitor", "evaluate"],
-    ["run_folder", "progress", "show_plan"],
+    ["run_folder", "progress", "show_plan", "session"],
     ["launch"],
     ["evaluate_run"],
     ["cli"],
@@ -29,7 +29,7 @@ LAYERS = [
 FORBIDDEN = {  # top-level module: files that may import it
     "ray.train": {"launch.py"},
     "ray.data": {"data/stream.py", "data/pack.py"},
-    "ray": {"data/stream.py", "data/pack.py", "data/on_ray.py", "launch.py"},
+    "ray": {"data/stream.py", "data/pack.py", "data/on_ray.py", "session.py", "launch.py"},
     "torch.distributed": {"ranks.py"},
 }
 

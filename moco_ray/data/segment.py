@@ -65,13 +65,13 @@ class Segments:
         return self.plan.window_steps * max(1, rows // window_rows)
 
     @property
-    def _per_epoch(self) -> int:
+    def segments_per_epoch(self) -> int:
         return -(-self.plan.steps_per_epoch // self.steps_per_segment)
 
     def _number(self, step: int) -> int:
         """The segment that holds a step, counted from the beginning of the run."""
         epoch, step_in_epoch = divmod(step, self.plan.steps_per_epoch)
-        return epoch * self._per_epoch + step_in_epoch // self.steps_per_segment
+        return epoch * self.segments_per_epoch + step_in_epoch // self.steps_per_segment
 
     def __len__(self) -> int:
         if self.start_step >= self.plan.total_steps:
@@ -81,7 +81,7 @@ class Segments:
     def __getitem__(self, index: int) -> Segment:
         if not 0 <= index < len(self):
             raise IndexError(f"segment {index} of {len(self)}")
-        epoch, number = divmod(self._number(self.start_step) + index, self._per_epoch)
+        epoch, number = divmod(self._number(self.start_step) + index, self.segments_per_epoch)
         before = epoch * self.plan.steps_per_epoch
         first, stop = number * self.steps_per_segment, (number + 1) * self.steps_per_segment
         return Segment(

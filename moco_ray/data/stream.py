@@ -182,7 +182,7 @@ def _blocks_held(shape: _Shape) -> int:
     """Blocks that a pipeline aims to keep in the object store; more, and memory grows with what is to come.
 
     Fewer slow it down: with 2 CPUs, 2 blocks cost a fifth of the rate, 8 cost nothing, and the store holds up to 10
-    for each task in flight in any case (see Plan.object_store_blocks).
+    for each task in flight in any case (see Plan.object_store_bytes).
     """
     parallel = ray.cluster_resources().get("CPU", 1) / (shape.ranks * shape.task_cpus)
     return 4 + 4 * max(1, int(parallel))

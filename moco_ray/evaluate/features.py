@@ -16,7 +16,7 @@ from torch import Tensor
 from moco_ray.data.augment import normalise
 from moco_ray.data.shards import Manifest, read_chunk_rows
 from moco_ray.data.stream import labelled_images
-from moco_ray.data.survey import build_manifest
+from moco_ray.data.survey import Spread, build_manifest
 from moco_ray.errors import UserError
 from moco_ray.evaluate.knn import knn_predict
 from moco_ray.method.encoder import Encoder, autocast, working_dtype
@@ -37,9 +37,9 @@ class LabelledSet:
     rows: np.ndarray  # M int64, rising
 
     @classmethod
-    def read(cls, uri: str, wanted: int, recipe: Recipe) -> "LabelledSet":
+    def read(cls, uri: str, wanted: int, recipe: Recipe, spread: Spread | None = None) -> "LabelledSet":
         """All rows of the set, or `wanted` of them drawn from the seed. Raises UserError if it cannot be read."""
-        manifest = build_manifest(uri, recipe.data.image_column)
+        manifest = build_manifest(uri, recipe.data.image_column, spread)
         read_chunk_rows(manifest, 0, np.zeros(1, np.int64), recipe.evaluation.label_column)  # raises if there are none
         rows = np.arange(manifest.rows)
         if 0 < wanted < manifest.rows:
@@ -47,11 +47,13 @@ class LabelledSet:
         return cls(manifest, rows)
 
 
-def labelled_sets(recipe: Recipe, all_rows: bool = False) -> tuple[LabelledSet, LabelledSet]:
+def labelled_sets(
+    recipe: Recipe, all_rows: bool = False, spread: Spread | None = None
+) -> tuple[LabelledSet, LabelledSet]:
     """Bank and queries of `recipe.evaluation`. Raises UserError if k is larger than the bank or classes differ."""
     settings = recipe.evaluation
-    bank = LabelledSet.read(settings.bank_uri, 0 if all_rows else settings.bank_rows, recipe)
-    queries = LabelledSet.read(settings.query_uri, 0 if all_rows else settings.query_rows, recipe)
+    bank = LabelledSet.read(settings.bank_uri, 0 if all_rows else settings.bank_rows, recipe, spread)
+    queries = LabelledSet.read(settings.query_uri, 0 if all_rows else settings.query_rows, recipe, spread)
     if settings.neighbours > len(bank.rows):
         raise UserError(
             f"evaluation.neighbours {settings.neighbours} is more than the {len(bank.rows)} rows of the bank "
