@@ -84,6 +84,14 @@ def _parser() -> argparse.ArgumentParser:
 
     plan.add_argument("--at-step", type=int, metavar="STEP", help="also tell what a resume at this step would open")
 
+    bench = command("bench-input", _bench_input, "measure how fast this machine makes crops of a data set, stage by stage")
+    bench.add_argument("data", metavar="URI", help="images, as for pretrain")
+    bench.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for example augment.image_pixels=96")
+    bench.add_argument("--recipe", help="TOML file whose crops and batch to use (MoCo v2: 224 pixels, batch 256)")
+    bench.add_argument("--seconds", type=float, default=20, help="how long to measure the whole plane (20)")
+    bench.add_argument("--target", type=float, default=1000, metavar="RATE", help="images/s that a trainer would take (1000)")
+    bench.add_argument("--json", metavar="FILE", help="write all figures into a file")
+
     demo = command("demo-data", _demo_data, "fetch Fashion-MNIST, or draw the generated set, as Parquet shards")
     demo.add_argument("target", help="folder to write train/, validation/ and test/ into")
     demo.add_argument("--source", help="folder with Fashion-MNIST's four idx files, instead of looking for them")
@@ -166,6 +174,20 @@ def _spread(arguments: argparse.Namespace):
             yield from stack.enter_context(lazily_spread(1, arguments.debug))(work, items)
 
         yield spread
+
+
+def _bench_input(arguments: argparse.Namespace) -> None:
+    from moco_ray.recipe import Recipe
+
+    endless = ["schedule.epochs=0", "schedule.steps=1000000000", "evaluation.bank_uri=", "evaluation.query_uri="]
+    words = [*arguments.overrides, f"data.uri={arguments.data}", *endless, "evaluation.every_epochs=0"]
+    recipe = Recipe.read(arguments.recipe, words) if arguments.recipe else Recipe.of_overrides(words)
+    from moco_ray.bench_input import as_text, bench_input, write_json
+
+    result = bench_input(recipe.at_absolute_paths(), arguments.seconds, arguments.target, arguments.debug)
+    print(as_text(result))
+    if arguments.json:
+        write_json(result, Path(arguments.json))
 
 
 def _demo_data(arguments: argparse.Namespace) -> None:

@@ -219,6 +219,14 @@ class Recipe(Section):
         return cls.parse(values, source=str(path))
 
     @classmethod
+    def of_overrides(cls, overrides: list[str]) -> "Recipe":
+        """The defaults (MoCo v2) with `section.key=value` overrides. Raises UserError."""
+        values: dict[str, Any] = {}
+        for override in overrides:
+            _apply(values, override)
+        return cls.parse(values, source="the command line")
+
+    @classmethod
     def parse(cls, values: dict[str, Any], source: str = "the recipe") -> "Recipe":
         """Validate a nested dictionary. Raises UserError that names the first mistake and its cure."""
         try:

@@ -22,7 +22,7 @@ LAYERS = [
     ["train", "checkpoint", "monitor", "evaluate"],
     ["run_folder", "progress", "show_plan", "session"],
     ["launch"],
-    ["evaluate_run"],
+    ["evaluate_run", "bench_input"],
     ["cli"],
     ["__main__"],
 ]

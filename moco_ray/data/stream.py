@@ -60,8 +60,8 @@ def batches(manifest: Manifest, recipe: Recipe, plan: Plan, world: int, rank: in
     segments = Segments(plan, world, rank, start_step)
     shared = ray.put((Source(manifest, recipe, plan), segments))
     row_bytes = 2 * 3 * recipe.augment.image_pixels**2
-    step, shape = start_step, _Shape(segments.rows_per_step, row_bytes, world, _task_cpus(manifest))
-    for columns in _in_order(partial(_segment_task, shared), len(segments), shape):
+    step, shape = start_step, Shape(segments.rows_per_step, row_bytes, world, _task_cpus(manifest))
+    for columns in in_order(partial(_segment_task, shared), len(segments), shape):
         yield _batch(columns, segments, step)
         step += 1
     if step != max(start_step, plan.total_steps):
@@ -91,8 +91,8 @@ def labelled_images(
     task_rows = batch_rows * max(1, EVALUATION_TASK_ROWS // batch_rows)
     shared = ray.put((manifest, recipe, row_numbers))
     work = partial(_labelled_task, shared, task_rows, batch_rows)
-    seen, shape = 0, _Shape(batch_rows, 3 * recipe.augment.image_pixels**2, 1, _task_cpus(manifest))
-    for columns in _in_order(work, -(-len(row_numbers) // task_rows), shape):
+    seen, shape = 0, Shape(batch_rows, 3 * recipe.augment.image_pixels**2, 1, _task_cpus(manifest))
+    for columns in in_order(work, -(-len(row_numbers) // task_rows), shape):
         _refuse_other(seen, np.arange(seen, min(seen + batch_rows, len(row_numbers))), columns["position"])
         seen += len(columns["position"])
         bad, good = _bad_rows(columns["bad"]), columns["bad"] == ""
@@ -165,7 +165,7 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array)
 
 
-class _Shape(NamedTuple):
+class Shape(NamedTuple):
     """Of one pipeline among several."""
 
     block_rows: int
@@ -178,7 +178,7 @@ class _Shape(NamedTuple):
         return self.block_rows * self.row_bytes
 
 
-def _blocks_held(shape: _Shape) -> int:
+def _blocks_held(shape: Shape) -> int:
     """Blocks that a pipeline aims to keep in the object store; more, and memory grows with what is to come.
 
     Fewer slow it down: with 2 CPUs, 2 blocks cost a fifth of the rate, 8 cost nothing, and the store holds up to 10
@@ -188,7 +188,7 @@ def _blocks_held(shape: _Shape) -> int:
     return 4 + 4 * max(1, int(parallel))
 
 
-def _in_order(work: Callable[[int], Iterator[Columns]], tasks: int, shape: _Shape) -> Iterator[Columns]:
+def in_order(work: Callable[[int], Iterator[Columns]], tasks: int, shape: Shape) -> Iterator[Columns]:
     """The columns that work(0), work(1), .. work(tasks-1) yield, in this order, `shape.block_rows` rows at a time.
 
     All that a task yields has as many rows, except the very last. Raises the UserError that a task raised.
@@ -224,7 +224,7 @@ class _Pause:
     def after_execution_fails(self, executor, error) -> None: ...
 
 
-def _start_pipeline(work: Callable, shape: _Shape, part: range) -> Iterator[Columns]:
+def _start_pipeline(work: Callable, shape: Shape, part: range) -> Iterator[Columns]:
     """Start one pipeline over a run of tasks and wait for its first block."""
 
     def run_tasks(block: Columns) -> Iterator[Columns]:
