@@ -6,6 +6,7 @@ Three logical CPUs: where two ranks run, two are reserved as Train's workers do,
 import io
 import os
 import shutil
+import tarfile
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -28,6 +29,8 @@ from moco_ray.data.survey import build_manifest
 from moco_ray.errors import UserError
 from moco_ray.plan import Plan
 from moco_ray.recipe import Recipe
+from tests.fault_proxy import FaultProxy
+from tests.object_stores import rclone_server
 
 # 10 steps of 256 an epoch in windows of 8 and 2, and 140 rows left out; the run ends in the second epoch
 ROWS, STEPS = 2700, 13
@@ -42,9 +45,18 @@ def picture(number: int) -> bytes:
     return encoded.getvalue()
 
 
+@pytest.fixture(scope="module")
+def bucket(folder):
+    """A real S3 server over the folders of `folder`, each a bucket; its key is in the environment."""
+    with rclone_server(folder) as store, pytest.MonkeyPatch.context() as patch:
+        for name, value in store.environment().items():
+            patch.setenv(name, value)
+        yield store
+
+
 @pytest.fixture(scope="module")  # stopped before the next file starts its own
-def cluster():
-    """The one local Ray of this file, in a folder of its own."""
+def cluster(bucket):
+    """The one local Ray of this file, in a folder of its own. Its tasks inherit the key of the S3 server."""
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # short: it holds sockets
     ray.init(num_cpus=3, include_dashboard=False, _temp_dir=folder, object_store_memory=150 << 20, log_to_driver=False)
     yield
@@ -54,7 +66,8 @@ def cluster():
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """`good`, `damaged` (some images of the same rows damaged): Parquet; `tree`: 600 files in three classes."""
+    """`good`, `damaged` (some images of the same rows damaged): Parquet; `tree`: 600 files in three classes; `tars`: 600
+    samples in tars of 1 to 400."""
     root = tmp_path_factory.mktemp("data")
     images = [picture(i) for i in range(ROWS)]
     for name, bad in {"good": {}, "damaged": BAD}.items():
@@ -67,6 +80,14 @@ def folder(tmp_path_factory):
         path = root / "tree" / f"class{number % 3}" / f"{number:03}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(images[number])
+    (root / "tars").mkdir()
+    for name, first, stop in (("a", 0, 1), ("b", 1, 401), ("c", 401, 600)):
+        with tarfile.open(root / "tars" / f"{name}.tar", "w") as archive:
+            for number in range(first, stop):
+                for suffix, content in (("png", images[number]), ("cls", b"%d" % (number % 10))):
+                    member = tarfile.TarInfo(f"{number:06}.{suffix}")
+                    member.size = len(content)
+                    archive.addfile(member, io.BytesIO(content))
     return root
 
 
@@ -87,6 +108,8 @@ def reference(source: Source) -> list[dict]:
         path = Path(manifest.root, manifest.name(chunk))
         if manifest.layout == "tree":
             images[chunk] = path.read_bytes()
+        elif manifest.layout == "tar":  # names sorted: the samples are in the order of their numbers
+            images |= {row: picture(row) for row in range(manifest.rows)}
         else:
             column = pq.ParquetFile(path).read_row_group(int(manifest.part[chunk]))["image"]
             images |= dict(enumerate(column.to_pylist(), int(manifest.first_row[chunk])))
@@ -198,6 +221,41 @@ def test_a_tree_of_files_streams_over_a_chain_of_pipelines_in_order(cluster, fol
     source = source_of(folder / "tree", batch=48, group=6, steps=30)
     assert len(Segments(source.plan, 1, 0, 0)) == 3
     assert_is_the_run(source, [streamed(source, 1, 0, 0)], 0)
+
+
+def at(address: str, source: Source) -> Source:
+    """The same recipe and plan over the data at another address."""
+    manifest = build_manifest(address, source.recipe.data.image_column)
+    assert manifest.fingerprint == source.manifest.fingerprint and manifest.root != source.manifest.root
+    return Source(manifest, source.recipe, source.plan)
+
+
+def address_of(endpoint: str, bucket: str) -> str:
+    return f"s3://{bucket}?scheme=http&endpoint_override={endpoint.removeprefix('http://')}"
+
+
+@pytest.mark.parametrize("name,sizes", [("damaged", (256, 64, STEPS)), ("tars", (48, 6, 30)), ("tree", (48, 6, 13))])
+def test_a_stream_from_object_storage_is_the_one_from_disk_bit_for_bit(cluster, bucket, folder, name, sizes):
+    source = source_of(folder / name, *sizes)
+    remote = at(address_of(bucket.endpoint, name), source)
+    assert_is_the_run(source, [streamed(remote, 1, 0, 4)], 4)
+
+
+def test_a_storage_that_stumbles_changes_nothing_and_one_that_refuses_stops_the_run(cluster, bucket, folder):
+    source = source_of(folder / "good", steps=3)
+    with FaultProxy(bucket.endpoint) as proxy:
+        remote = at(address_of(proxy.endpoint, "good"), source)
+        proxy.clear()
+        proxy.fault("GET", "/1.parquet", "503", times=3)
+        proxy.fault("GET", "/2.parquet", "reset", times=2)
+        proxy.fault("GET", "/3.parquet", "cut", times=1)
+        assert_is_the_run(source, [streamed(remote, 1, 0, 0)], 0)
+        seen = [outcome for name in "123" for outcome in proxy.outcomes("GET", f"/{name}.parquet")]
+        assert (seen.count("503"), seen.count("reset"), seen.count("cut")) == (3, 2, 1), "the faults happened"
+        proxy.fault(None, "/2.parquet", "403", times=None)
+        with pytest.raises(UserError, match=r"s3://good/2.parquet cannot be read .*ACCESS_DENIED.*check AWS_ACC") as caught:
+            streamed(remote, 1, 0, 0)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_batch_is_a_block_in_shared_memory_and_not_a_copy(cluster, folder, monkeypatch):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -34,6 +35,7 @@ FIRST_PAUSE_SECONDS = 0.5  # doubled at each further try, give or take a half: 4
 CONNECT_SECONDS = 5
 STALLED_SECONDS = 10  # without a byte: the request is made again
 LISTING_THREADS = 16
+S3_SCHEMES = ("s3", "s3a", "s3n")
 S3_OPTIONS = ("endpoint_override", "scheme", "region", "anonymous")  # in the URI, as ?key=value&...
 
 T = TypeVar("T")
@@ -66,15 +68,17 @@ class Store:
         """
         if not uri:
             raise UserError("no data set is named; give a folder or a URI, for example data.uri=/data/images")
-        parsed = urlsplit(uri)
+        parsed = urlsplit(uri, allow_fragments=False)  # "#" is a letter like others in the names of objects
         if "://" not in uri or parsed.scheme == "file":
             if parsed.scheme == "file" and parsed.netloc not in ("", "localhost"):
                 raise UserError(f"{uri}: a file:// URI has three slashes before its path, as in file:///data/images")
             path = Path(unquote(parsed.path) if "://" in uri else uri).expanduser()
             return cls(str(path.resolve()))
-        if parsed.password or parsed.username:
+        # A name alone is an account or a container (sftp, abfs), but no bucket has one; a secret may hold a slash.
+        in_s3 = parsed.scheme in S3_SCHEMES and "@" in (uri if ":" in parsed.netloc else parsed.netloc)
+        if parsed.password or in_s3:
             raise UserError(
-                f"{parsed.scheme}://{parsed.hostname}{parsed.path}: credentials in a URI would be written into the run "
+                f"{parsed.scheme}://...@{uri.rpartition('@')[2]}: credentials in a URI would be written into the run "
                 "folder; give them by AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role"
             )
         store = cls(uri)
@@ -113,15 +117,20 @@ class Store:
             return self.attempt("listed", self._relative(path), lambda: filesystem.get_file_info(
                 pafs.FileSelector(path, recursive=recursive, allow_not_found=True)))  # fmt: skip
 
+        def sized(info: pafs.FileInfo) -> pafs.FileInfo:  # a listing by HTTP tells none
+            if info.type != pafs.FileType.File or info.size is not None:
+                return info
+            return self.attempt("looked at", self._relative(info.path), lambda: filesystem.get_file_info(info.path))
+
         top = level(base, False)
         folders = [info.path for info in top if info.type == pafs.FileType.Directory]
         with ThreadPoolExecutor(LISTING_THREADS) as threads:
             parts = [top, *threads.map(lambda folder: level(folder, True), folders)]
+            infos = list(threads.map(sized, chain.from_iterable(parts)))
         if not top:
             self._refuse_missing_bucket()
         return sorted(
             Entry(self._relative(info.path), info.size, info.mtime_ns or 0)
-            for infos in parts
             for info in infos
             if info.type == pafs.FileType.File
         )
@@ -144,7 +153,10 @@ class Store:
         """Whether the URI names a single file, not a folder."""
         filesystem, base = self._opened
         info = self.attempt("looked at", "", lambda: filesystem.get_file_info(base))
-        return info.type == pafs.FileType.File
+        if info.type != pafs.FileType.File or not isinstance(filesystem, pafs.PyFileSystem):
+            return info.type == pafs.FileType.File
+        facts = self.attempt("looked at", "", lambda: filesystem.handler.fs.info(base))
+        return facts.get("mimetype") != "text/html"  # by HTTP a folder is a page that lists it
 
     def size(self, name: str) -> int | None:
         """Bytes of a file; None if there is none."""
@@ -161,13 +173,14 @@ class Store:
 
         def call() -> bytes:
             with self.open(name) as file:
-                return file.read_at((file.size() if stop is None else stop) - start, start)
+                size = file.size()  # known since it was opened; S3 refuses to begin behind it
+                return file.read_at((size if stop is None else min(stop, size)) - start, start) if start < size else b""
 
         found = self.attempt("read", name, call)
         if stop is not None and len(found) != stop - start:
             raise UserError(
-                f"{self.place(name)} has changed: it ends after byte {start + len(found)}, and bytes up to {stop} "
-                "were expected; put it back as it was, or begin anew"
+                f"{self.place(name)} has changed: of its bytes {start} to {stop} only {len(found)} are there; put it back as "
+                "it was, or begin anew"
             )
         return found
 
@@ -207,11 +220,18 @@ class Store:
     def delete(self, name: str) -> None:
         """Remove a file; that it is gone already is fine."""
         path = self._path(name)
-        delete = _s3fs(self.uri).rm_file if self._opened[0].type_name == "s3" else self._opened[0].delete_file
+        in_s3 = self._opened[0].type_name == "s3"
+        delete = _s3fs(self.uri).rm_file if in_s3 else self._opened[0].delete_file
 
         def call() -> None:
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 delete(path)
+            except FileNotFoundError:
+                pass
+            except Exception as error:
+                if in_s3 and type(error).__module__ == "botocore.exceptions":  # no OSError: no credentials, no connection
+                    raise OSError(one_line(error)) from error
+                raise
 
         self.attempt("deleted", name, call)
 
@@ -248,6 +268,8 @@ class Store:
             return "there is no such bucket: check its name, the endpoint and the region"
         if isinstance(error, FileNotFoundError) or "NO_SUCH_KEY" in text or "RESOURCE_NOT_FOUND" in text:
             return "it does not exist: put it back as it was, or begin anew"
+        if isinstance(error, NotImplementedError):
+            return "this kind of storage does not permit it: name another"
         if any(word in text for word in DENIED) or isinstance(error, PermissionError):
             if self.is_local:
                 return "mend its permissions"
@@ -262,9 +284,10 @@ class Store:
 
 
 # Parts of the messages of pyarrow (upper case) and of s3fs and HTTP; the last is rclone's to a request without a signature.
+# 400 is what AWS answers to an expired token, with no more words than that where a HEAD asks.
 DENIED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "EXPIRED_TOKEN", "INVALID_CLIENT_TOKEN_ID",
           "InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied", "Forbidden", "HTTP status 403",
-          "UnsupportedAlgorithm")  # fmt: skip
+          "HTTP status 400", "Unable to locate credentials", "UnsupportedAlgorithm")  # fmt: skip
 
 
 def one_line(error: BaseException) -> str:
@@ -278,7 +301,7 @@ def _open(uri: str) -> tuple[pafs.FileSystem, str]:
     scheme, mark, _ = uri.partition("://")
     if not mark:
         return pafs.LocalFileSystem(), uri
-    if scheme in ("s3", "s3a", "s3n"):
+    if scheme in S3_SCHEMES:
         return _open_s3(uri)
     try:
         filesystem, path = fsspec.core.url_to_fs(uri)
@@ -313,12 +336,12 @@ def _open_s3(uri: str) -> tuple[pafs.FileSystem, str]:
 
 def _s3_settings(uri: str) -> tuple[str, dict]:
     """bucket/prefix, and what pyarrow's client is told."""
-    parsed = urlsplit(uri)
+    parsed = urlsplit(uri, allow_fragments=False)
     options = dict(parse_qsl(parsed.query))
     unknown = set(options) - set(S3_OPTIONS)
     if unknown or not parsed.netloc:
         what = f"unknown option {min(unknown)!r}" if unknown else "there is no bucket in it"
-        raise UserError(f"{uri}: {what}; write s3://bucket/prefix, with options of {', '.join(S3_OPTIONS)}")
+        raise UserError(f"{uri.partition('?')[0]}: {what}; write s3://bucket/prefix, with options of {', '.join(S3_OPTIONS)}")
     profile = _profile()
     endpoint = options.get("endpoint_override") or next(
         (os.environ[name] for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL") if os.environ.get(name)),

@@ -133,7 +133,8 @@ def _of_indexes(store: Store, found: Found, image_column: str, indexes: list[Ind
 
 
 def _damaged(entries: list[Entry], indexes: list[Index]) -> list[str]:
-    hurt = [f"{e.name}: {i.damage}" for e, i in zip(entries, indexes, strict=True) if i.damage]
+    both = zip(entries, indexes, strict=True)
+    hurt = [f"{e.name}: {i.damage}, {int(i.rows.sum())} images kept" for e, i in both if i.damage]
     if not hurt:
         return []
     more = f"; {len(hurt) - 3} more" if len(hurt) > 3 else ""

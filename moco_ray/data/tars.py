@@ -12,7 +12,7 @@ import io
 import itertools
 import json
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -58,13 +58,14 @@ def scan_tar(store: Store, entry: Entry) -> Index:
             if entry.bytes == 0:
                 return _index([], "it has 0 bytes")
             raise UserError(f"{store.place(entry.name)} is no tar ({error}); write it again or remove it") from error
-        members = _whole_members(archive, entry.bytes)
-        for _, sample in itertools.groupby(members, key=lambda member: _key(member.name)):
-            sample = list(sample)
+        # Labels are read as they pass by: to go back for them would read their blocks again.
+        members = ((member, _cls(archive, member)) for member in _whole_members(archive, entry.bytes))
+        for _, found in itertools.groupby(members, key=lambda pair: _key(pair[0].name)):
+            sample, values = zip(*found, strict=True)
             images = _images(sample)
-            labels += [label for label in [_cls(archive, sample)] if label is not None] * len(images)
+            labels += [value for value in values if value is not None][:1] * len(images)
             rows += len(images)
-            end = _end(sample[-1])
+            end = min(_end(sample[-1]), entry.bytes)  # a tar may be cut within the padding of its last member
             if rows >= CHUNK_ROWS or end - begin >= CHUNK_BYTES:
                 close(end)
         close(end)
@@ -128,7 +129,7 @@ def _whole_members(archive: tarfile.TarFile, size: int) -> Iterator[tarfile.TarI
             yield member
 
 
-def _images(sample: list[tarfile.TarInfo]) -> list[tarfile.TarInfo]:
+def _images(sample: Sequence[tarfile.TarInfo]) -> list[tarfile.TarInfo]:
     images = [member for member in sample if member.name.lower().endswith(IMAGE_SUFFIXES)]
     plain = [member for member in images if "." not in _suffix(member.name)]
     return plain if len(plain) == 1 else images
@@ -147,14 +148,13 @@ def _end(member: tarfile.TarInfo) -> int:
     return member.offset_data + -(-member.size // TAR_BLOCK) * TAR_BLOCK
 
 
-def _cls(archive: tarfile.TarFile, sample: list[tarfile.TarInfo]) -> int | None:
-    for member in sample:
-        if _suffix(member.name) == "cls" and member.size <= 32:
-            try:
-                return int(archive.extractfile(member).read())
-            except ValueError:
-                return None
-    return None
+def _cls(archive: tarfile.TarFile, member: tarfile.TarInfo) -> int | None:
+    if _suffix(member.name) != "cls" or member.size > 32:
+        return None
+    try:
+        return int(archive.extractfile(member).read())
+    except ValueError:
+        return None
 
 
 def _damage(archive: tarfile.TarFile, file: "_Blocks", size: int) -> str:
@@ -165,6 +165,9 @@ def _damage(archive: tarfile.TarFile, file: "_Blocks", size: int) -> str:
     file.seek(at)
     if file.read(TAR_BLOCK).strip(b"\0"):
         return f"it is damaged at byte {at}"
+    while rest := file.read(LOCAL_BLOCK_BYTES):  # a hole of zeros looks like the end mark, and so does that of a joined tar
+        if rest.strip(b"\0"):
+            return f"it goes on after an end mark at byte {at}"
     return ""
 
 
