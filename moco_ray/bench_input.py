@@ -21,7 +21,7 @@ from moco_ray.data.draws import CROP, uniforms
 from moco_ray.data.order import EpochOrder
 from moco_ray.data.segment import read_rows
 from moco_ray.data.shards import Manifest
-from moco_ray.data.stream import Shape, batches, in_order
+from moco_ray.data.stream import Shape, batches, in_order, tasks_of_a_rank
 from moco_ray.data.survey import build_manifest
 from moco_ray.errors import UserError
 from moco_ray.plan import Plan
@@ -188,7 +188,7 @@ def _transport(recipe: Recipe) -> Stage:
     steps = max(1, min(8, (256 << 20) // (rows * 6 * pixels**2)))
     wanted = min(max(TRANSPORT_BYTES // (rows * 6 * pixels**2), LEAST_STEPS), MOST_STEPS)
     tasks = max(2, wanted // steps)
-    shape = Shape(rows, 6 * pixels**2, 1, 1.0)
+    shape = Shape(rows, 6 * pixels**2, *tasks_of_a_rank(len(os.sched_getaffinity(0)), 1, is_local=True))
     count, began = 0, 0.0
     for columns in in_order(partial(_blank_steps, rows, pixels, steps), tasks, shape):
         if not count:
@@ -200,7 +200,7 @@ def _transport(recipe: Recipe) -> Stage:
 def _plane(manifest: Manifest, plan: Plan, seconds: float) -> dict[str, Any]:
     """The rate of `stream.batches` for one rank that takes what it gets, after its first step."""
     count, passed = 0, 0.0
-    stream = batches(manifest, plan.recipe, plan, 1, 0, 0)
+    stream = batches(manifest, plan.recipe, plan, 1, 0, 0, len(os.sched_getaffinity(0)))
     next(stream)
     began = time.perf_counter()
     while passed < seconds:

@@ -121,7 +121,7 @@ def survey(recipe: Recipe, spread: Spread | None = None) -> Surveyed:
 
 def _carry(surveyed: Surveyed, folder: RunFolder, workers: int, debug: bool) -> None:
     plan = surveyed.plan
-    with folder.locked(), ray_session(workers, debug) as (cpus, gpus):
+    with folder.locked(), ray_session(workers, debug) as room:
         last = checkpoint.newest(folder.checkpoints)
         start = checkpoint.step_of(last) if last else 0
         folder.add_attempt(workers, start)
@@ -131,11 +131,11 @@ def _carry(surveyed: Surveyed, folder: RunFolder, workers: int, debug: bool) -> 
         watcher.start()
         trainer = ray.train.torch.TorchTrainer(
             _worker,
-            train_loop_config={"run": str(folder.path), "board": board, "threads": cpus, "sets": surveyed.sets},
+            train_loop_config={"run": str(folder.path), "board": board, "room": room, "sets": surveyed.sets},
             scaling_config=ray.train.ScalingConfig(
                 num_workers=workers,
-                use_gpu=gpus > 0,
-                resources_per_worker={"CPU": cpus, **({"GPU": 1} if gpus else {})},
+                use_gpu=room.gpus > 0,
+                resources_per_worker={"CPU": room.worker_cpus, **({"GPU": 1} if room.gpus else {})},
             ),
             torch_config=ray.train.torch.TorchConfig(timeout_s=600),
             run_config=ray.train.RunConfig(
@@ -164,7 +164,7 @@ def _worker(config: dict[str, Any]) -> None:
     folder = RunFolder(Path(config["run"]))
     device = ray.train.torch.get_device()
     if device.type == "cpu":
-        torch.set_num_threads(config["threads"])
+        torch.set_num_threads(config["room"].worker_cpus)
     ranks = Ranks.current(device)
     recipe, manifest = Recipe.read(folder.recipe), Manifest.load(folder.manifest)
     refuse_emulated_precision(recipe.encoder, device)
@@ -197,7 +197,7 @@ def _worker(config: dict[str, Any]) -> None:
         with monitor.paused():
             return watch_knn(learner.f_q, config["sets"], recipe, ranks)
 
-    rows = batches(manifest, recipe, plan, ranks.world, ranks.rank, learner.step)
+    rows = batches(manifest, recipe, plan, ranks.world, ranks.rank, learner.step, config["room"].data_cpus)
     if device.type != "cpu":
         rows = (batch._replace(crops=batch.crops.to(device)) for batch in rows)
     try:

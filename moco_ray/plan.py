@@ -112,11 +112,12 @@ class Plan:
     def object_store_bytes(self, world: int, tasks_in_flight: int) -> int:
         """What the crops of one rank may take in Ray's object store, with so many of its data tasks at work.
 
-        Ten steps a task and four more. Measured with 1, 2, 3 and 4 tasks in flight whose segments are 16 steps long:
-        9, 19, 22 and 30 steps at the peak, for any length of the data set.
+        Ten steps a task and four more, and six steps a task and four more where one chain of tasks follows another. Measured
+        with 1, 2, 3 and 4 tasks in flight whose segments are 16 steps long: 9, 19, 22 and 30 steps, for any length of
+        the data set.
         """
         rows = math.ceil(self.groups / world) * self.recipe.batch.bn_group_size
-        return (10 * tasks_in_flight + 4) * rows * 6 * self.recipe.augment.image_pixels**2
+        return (16 * tasks_in_flight + 8) * rows * 6 * self.recipe.augment.image_pixels**2
 
     def checkpoint_bytes(self, encoder_parameters: int) -> int:
         """Size of a checkpoint: both encoders and the SGD momentum, and the queue."""

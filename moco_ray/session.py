@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import ray
 
@@ -16,6 +17,14 @@ from moco_ray.data.survey import Spread
 from moco_ray.errors import UserError
 
 SPARE_CPUS = 2  # for the data tasks of a local Ray; they share the cores with the workers
+
+
+class Room(NamedTuple):
+    """What a Ray has for a run."""
+
+    worker_cpus: int  # of each worker
+    gpus: int  # in all
+    data_cpus: int  # in all
 
 
 @contextlib.contextmanager
@@ -31,8 +40,8 @@ def lazily_spread(workers: int, debug: bool = False) -> Iterator[Spread]:
 
 
 @contextlib.contextmanager
-def ray_session(workers: int, debug: bool = False):
-    """A Ray with room for the workers and their data tasks; yields (CPUs of a worker, GPUs in all).
+def ray_session(workers: int, debug: bool = False) -> Iterator[Room]:
+    """A Ray with room for the workers and their data tasks.
 
     The cluster where there is one (RAY_ADDRESS, or inside `ray job submit`); otherwise a local Ray, which is
     stopped again. Its logical CPUs are more than the cores: the data tasks share them with the workers.
@@ -66,7 +75,7 @@ def ray_session(workers: int, debug: bool = False):
             )
         if 0 < gpus < workers:
             raise UserError(f"the Ray cluster has {gpus} GPUs for {workers} workers; use at most {gpus} --workers")
-        yield each, gpus
+        yield Room(each, gpus, cpus - workers * each)
     finally:
         if ours:
             ray.shutdown()

@@ -374,3 +374,31 @@ def test_a_long_image_is_never_resized_to_more_than_16_squares(monkeypatch):
 def test_a_centre_crop_larger_than_the_resized_image_is_refused():
     with pytest.raises(ValueError, match="evaluation.resize_pixels"):
         centre_crop(torch.zeros(3, 50, 50, dtype=torch.uint8), 32, 48)
+
+
+@pytest.mark.parametrize("height,width", [(500, 375), (40, 60), (3, 7), (1, 1), (64, 64)])
+def test_two_crops_are_what_interpolate_gives_to_the_bit(height, width):
+    """The operator is called without its public door, for that has no `out`."""
+    image = torch.from_numpy(np.random.default_rng(height).integers(0, 256, (3, height, width), np.uint8))
+    draws = np.random.default_rng(1).random((2, CROP_DRAWS))
+    augment = Augment(image_pixels=48)
+    into = np.empty((2, 48, 48, 3), np.uint8)
+    assert two_crops(image, draws, augment, into) is into
+    for crop, uniforms in zip(into, draws, strict=True):
+        top, left, h, w = crop_box(height, width, uniforms, augment.crop_scale)
+        part = image[None, :, top : top + h, left : left + w].contiguous(memory_format=torch.channels_last)
+        expected = torch.nn.functional.interpolate(part, size=(48, 48), mode="bilinear", antialias=True)
+        assert torch.equal(torch.from_numpy(crop), expected[0].permute(1, 2, 0))
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"quality": 5}, {"subsampling": 0}, {"comment": b"x" * 900}])
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_the_quick_look_at_a_jpeg_header_agrees_with_pillow(mode, options):
+    encoded = io.BytesIO()
+    Image.new(mode, (37, 21)).save(encoded, "jpeg", **options)
+    quick = stage._jpeg_header(encoded.getvalue())
+    assert quick == (37, 21, False)
+    with Image.open(io.BytesIO(encoded.getvalue())) as image:
+        assert image.size == quick[:2]
+    for length in range(len(encoded.getvalue())):  # cut anywhere: Pillow is asked, or the same is said
+        assert stage._jpeg_header(encoded.getvalue()[:length]) in (None, quick)

@@ -1,8 +1,10 @@
 """The product as its user runs it: `moco-ray` in a process of its own, two Ray Train workers, a local Ray.
 
-One run is interrupted as a person does it, resumed, looked at and evaluated. Few Ray runs that each prove much.
+One run, streaming from a real S3 server, is interrupted as a person does it, resumed, looked at and evaluated. Few Ray
+runs that each prove much.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -19,6 +21,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from moco_ray import checkpoint
 from moco_ray.data.prototypes import drawn_prototypes
 from moco_ray.monitor import NOT_REPRODUCIBLE, read_metrics
+from tests.object_stores import rclone_server
+from tests.synthetic import identical
 
 STEPS, SAVE, LOG, EPOCH = 120, 25, 10, 37  # 600 rows in batches of 16: 37 steps an epoch, 8 rows left out
 RECIPE = f"""
@@ -53,11 +57,12 @@ LOGGED = sorted({*range(LOG, STEPS + 1, LOG), *range(SAVE, STEPS, SAVE), *EVALUA
 class Shell:
     """Runs `moco-ray` in one folder, with a Ray of its own below a short temporary folder (it holds sockets)."""
 
-    def __init__(self, folder: Path):
-        self.folder, self._ray = folder, tempfile.mkdtemp(prefix="ray", dir="/tmp")
+    def __init__(self, folder: Path, variables: dict[str, str]):
+        self.folder, self._variables, self._ray = folder, variables, tempfile.mkdtemp(prefix="ray", dir="/tmp")
 
     def start(self, *words: str) -> subprocess.Popen:
-        environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"RAY_TMPDIR": self._ray}
+        environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+        environment |= {**self._variables, "RAY_TMPDIR": self._ray}
         return subprocess.Popen(
             [sys.executable, "-m", "moco_ray", *words],
             cwd=self.folder,
@@ -65,7 +70,17 @@ class Shell:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
+
+    def kill(self, process: subprocess.Popen) -> None:
+        """End a command and all that it started at once, as a machine that loses its power."""
+        os.killpg(process.pid, signal.SIGKILL)
+        for folder in Path("/proc").glob("[0-9]*"):  # Ray's own daemons lead sessions of their own
+            with contextlib.suppress(OSError):
+                if self._ray.encode() in (folder / "cmdline").read_bytes():
+                    os.kill(int(folder.name), signal.SIGKILL)
+        process.communicate()
 
     def run(self, *words: str) -> tuple[int, str, str]:
         process = self.start(*words)
@@ -81,12 +96,14 @@ def shell(tmp_path_factory):
     folder = tmp_path_factory.mktemp("user")
     drawn_prototypes(folder / "drawn", rows=600, test_rows=200)
     (folder / "small.toml").write_text(RECIPE)
-    shell = Shell(folder)
-    yield shell
-    shell.close()
+    with rclone_server(folder) as store:  # its folder `drawn` is a bucket
+        shell = Shell(folder, store.environment())
+        yield shell
+        shell.close()
 
 
-SETS = ("--data", "drawn/train", "evaluation.bank_uri=drawn/train", "evaluation.query_uri=drawn/test")
+LOCAL = ("--data", "drawn/train", "evaluation.bank_uri=drawn/train", "evaluation.query_uri=drawn/test")
+SETS = ("--data", "s3://drawn/train", "evaluation.bank_uri=s3://drawn/train", "evaluation.query_uri=s3://drawn/test")
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +111,7 @@ def run(shell):
     """A run that was interrupted after its first checkpoint and resumed to its end: its folder and its outputs."""
     folder = shell.folder / "runs" / "small"
     process = shell.start("pretrain", "small.toml", "--workers", "2", *SETS)
-    deadline = time.monotonic() + 240
-    while not checkpoint.newest(folder / "checkpoints"):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.05)
+    wait_for_checkpoint(folder, process)
     process.send_signal(signal.SIGINT)
     first = process.communicate(timeout=120)
     reached = checkpoint.step_of(checkpoint.newest(folder / "checkpoints"))
@@ -105,6 +119,13 @@ def run(shell):
     code, *second = shell.run("resume", "runs/small")
     assert code == 0, second
     return folder, reached, first, second
+
+
+def wait_for_checkpoint(folder: Path, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 240
+    while not checkpoint.newest(folder / "checkpoints"):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.05)
 
 
 def test_an_interrupted_run_is_resumed_from_its_newest_checkpoint_and_every_step_appears_once(run):
@@ -163,12 +184,21 @@ def test_evaluate_prints_the_three_rows_and_keeps_them(shell, run):
 
 
 @pytest.mark.slow
-def test_the_resumed_run_equals_one_that_never_stopped_through_ray_too(shell, run):
+def test_runs_from_object_storage_interrupted_or_killed_equal_one_from_disk_that_never_stopped(shell, run):
     folder, *_ = run
-    code, out, error = shell.run("pretrain", "small.toml", "--workers", "2", "--name", "straight", *SETS)
+    code, out, error = shell.run("pretrain", "small.toml", "--workers", "2", "--name", "straight", *LOCAL)
     assert code == 0, error
-    resumed, straight = (
+    killed = folder.parent / "killed"
+    process = shell.start("pretrain", "small.toml", "--workers", "2", "--name", "killed", *SETS)
+    wait_for_checkpoint(killed, process)
+    shell.kill(process)
+    assert process.returncode == -signal.SIGKILL and checkpoint.step_of(checkpoint.newest(killed / "checkpoints")) < STEPS
+    code, out, error = shell.run("resume", "runs/killed")
+    assert code == 0, error
+    resumed, after_kill, straight = (
         [{k: v for k, v in e.items() if k not in NOT_REPRODUCIBLE} for e in read_metrics(path / "metrics.jsonl")]
-        for path in (folder, folder.parent / "straight")
+        for path in (folder, killed, folder.parent / "straight")
     )
-    assert resumed == straight
+    assert resumed == straight and after_kill == straight
+    ends = [checkpoint.load(checkpoint.newest(p / "checkpoints"))[0] for p in (folder, killed, folder.parent / "straight")]
+    assert identical(ends[0], ends[2]) and identical(ends[1], ends[2])

@@ -8,6 +8,7 @@ import os
 import shutil
 import tarfile
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -196,6 +197,37 @@ def test_two_ranks_with_one_spare_cpu_resume_within_a_window_what_another_world_
         with ThreadPoolExecutor(2) as threads:
             ranks = list(threads.map(lambda rank, start=start: streamed(source, 2, rank, start), range(2), timeout=300))
         assert_is_the_run(source, ranks, start)
+    ray.kill(workers)
+
+
+def in_lock_step(source: Source, steps: int) -> list[int]:
+    """Two ranks that take every step together, as an exchange of keys makes them; in step 4 both also evaluate."""
+    barrier, counts = threading.Barrier(2, timeout=60), [0, 0]
+
+    def rank(number: int) -> None:
+        for batch in stream.batches(source.manifest, source.recipe, source.plan, 2, number, 0, data_cpus=1):
+            barrier.wait()
+            counts[number] += len(batch.rows) > 0
+            if counts[number] == 4:
+                rows = np.arange(number, 40, 2)
+                found = list(stream.labelled_images(source.manifest, source.recipe, rows, 20, ranks=2))
+                assert sum(len(one.rows) for one in found) == 20
+            if counts[number] == steps:
+                return
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(rank, range(2)))
+    return counts
+
+
+def test_ranks_in_lock_step_with_one_cpu_for_their_data_neither_starve_each_other_nor_an_evaluation(cluster, folder):
+    """Every task makes 56 steps, of which a pipeline holds 8: tasks pause, and must not keep what others need."""
+    settings = {"evaluation": {"resize_pixels": 10}}
+    source = source_of(folder / "good", batch=48, group=6, steps=10 * 56, **settings)
+    assert Segments(source.plan, 2, 0, 0).segments_per_epoch == 1 and source.plan.steps_per_epoch == 56
+    workers = Reserved.remote()
+    ray.get(workers.ready.remote())
+    assert in_lock_step(source, 130) == [130, 130]
     ray.kill(workers)
 
 

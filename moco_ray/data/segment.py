@@ -14,6 +14,7 @@ from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from moco_ray.data.batch import BadRow
 from moco_ray.data.decode import CROP_DRAWS, BadImage, decode, two_crops
@@ -156,6 +157,7 @@ def _runs(chunks: np.ndarray) -> tuple[list[int], list[int], list[int]]:
     return chunks[cuts].tolist(), cuts.tolist(), [*cuts[1:].tolist(), len(chunks)][: len(cuts)]
 
 
+@torch.inference_mode()  # there are no gradients here, and every operator is a few microseconds cheaper
 def _crop_rows(source: Source, epoch: int, positions: np.ndarray, rows: np.ndarray, images: list[bytes]):
     """Crops (N,2,P,P,3) uint8, the rows used (N,) int64 and the bad rows as JSON (N,) str of one step."""
     recipe, pixels = source.recipe, source.recipe.augment.image_pixels
@@ -169,7 +171,7 @@ def _crop_rows(source: Source, epoch: int, positions: np.ndarray, rows: np.ndarr
         except BadImage as error:
             bad[index] = json.dumps(bad_row(source.manifest, position, row, error))
             used[index], image = _replacement(source, epoch, position, row)
-        crops[index] = two_crops(image, draws[index], recipe.augment)
+        two_crops(image, draws[index], recipe.augment, crops[index])
     return crops, used, np.array(bad)
 
 

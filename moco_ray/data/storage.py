@@ -78,7 +78,7 @@ class Store:
         in_s3 = parsed.scheme in S3_SCHEMES and "@" in (uri if ":" in parsed.netloc else parsed.netloc)
         if parsed.password or in_s3:
             raise UserError(
-                f"{parsed.scheme}://...@{uri.rpartition('@')[2]}: credentials in a URI would be written into the run "
+                f"{parsed.scheme}://...@{uri.rpartition('@')[2].partition('?')[0]}: credentials in a URI would be written into the run "
                 "folder; give them by AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role"
             )
         store = cls(uri)

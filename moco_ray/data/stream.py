@@ -5,8 +5,9 @@ arrive in order, one block a step, and for checking that they do. Not responsibl
 (order.py) nor for counting bad rows against their limit (the trainer does).
 
 How Ray 2.60 is used, and why (read in its source, and tried):
-- `ray.data.range(n, override_num_blocks=n)` with one `map_batches` is fused into n tasks; `preserve_order` gives
-  their blocks in order though tasks run side by side. One rank, one executor: no rank waits for another.
+- `from_items` of n numbers in n blocks with one `map_batches` is n tasks (`range` would add n tasks of a whole CPU each,
+  for it is fused only with tasks of one CPU); `preserve_order` gives their blocks in order though tasks run side by side.
+  One rank, one executor.
 - A task's yields are gathered until they exceed `target_max_block_size` and cut again at 1.5 times that. At 0.8 of
   a step's bytes each yield is one block, and then a batch is that block in shared memory: no copy, read-only.
 - Starting a pipeline costs about 2.5 ms for each task it will ever have, so a run is a chain of pipelines of 256
@@ -40,27 +41,37 @@ from moco_ray.plan import Plan
 from moco_ray.recipe import Recipe
 
 TASKS_PER_PIPELINE = 256
-TASKS_LEFT_AT_NEXT = 8  # start the next pipeline when so many tasks of this one are still to be consumed
 PREFETCH_BLOCKS = 2  # 8 spilled to disk where 2 did not
 EVALUATION_TASK_ROWS = 1024
+EVALUATION_TASK_CPUS = 0.01  # of the tenth that training's tasks leave
 EXECUTOR_PAUSE_SECONDS = 0.05  # a task lasts seconds: nothing waits for this
 
 Columns = dict[str, np.ndarray]
 
 
-def batches(manifest: Manifest, recipe: Recipe, plan: Plan, world: int, rank: int, start_step: int) -> Iterator[Batch]:
+def batches(
+    manifest: Manifest,
+    recipe: Recipe,
+    plan: Plan,
+    world: int,
+    rank: int,
+    start_step: int,
+    data_cpus: float | None = None,
+) -> Iterator[Batch]:
     """This rank's rows of the steps start_step .. plan.total_steps-1, in order, one Batch a step.
 
     Steps count over the whole run; epoch = step // steps_per_epoch. Crops are read-only views of Ray's object store
-    where possible: never write into them, and let them go, for they hold its memory. Needs a running Ray with a
-    free CPU for the tasks. Raises UserError if a file cannot be read or nothing can replace a bad row, and
+    where possible: never write into them, and let them go, for they hold its memory. Needs a running Ray, of which
+    `data_cpus` CPUs (all, by default) are for the data tasks of all ranks together. Raises UserError if a file cannot be read or nothing can replace a bad row, and
     RuntimeError if rows arrive that the plan does not expect.
     """
     plan.refuse_world(world)
     segments = Segments(plan, world, rank, start_step)
     shared = ray.put((Source(manifest, recipe, plan), segments))
     row_bytes = 2 * 3 * recipe.augment.image_pixels**2
-    step, shape = start_step, Shape(segments.rows_per_step, row_bytes, world, _task_cpus(manifest))
+    data_cpus = ray.cluster_resources().get("CPU", 1) if data_cpus is None else data_cpus
+    shape = Shape(segments.rows_per_step, row_bytes, *tasks_of_a_rank(data_cpus, world, manifest.store.is_local))
+    step = start_step
     for columns in in_order(partial(_segment_task, shared), len(segments), shape):
         yield _batch(columns, segments, step)
         step += 1
@@ -78,20 +89,21 @@ class LabelledBatch(NamedTuple):
 
 
 def labelled_images(
-    manifest: Manifest, recipe: Recipe, row_numbers: np.ndarray, batch_rows: int
+    manifest: Manifest, recipe: Recipe, row_numbers: np.ndarray, batch_rows: int, ranks: int = 1
 ) -> Iterator[LabelledBatch]:
     """The given rows (M,) of an evaluation set, resized, centre-cropped and labelled as recipe.evaluation says.
 
     Comes in the order of `row_numbers`, `batch_rows` rows at a time, less the bad ones (a batch may be empty). Rising
     row numbers read each chunk once or twice; a shuffled order reads a row group again in every task that needs it.
-    Labels of a tree number its own class folders: compare `Manifest.classes` before labels of two sets are compared.
+    `ranks` call this side by side, each for its own rows. Labels of a tree number its own class folders: compare `Manifest.classes` before labels of two sets are compared.
     Raises UserError if a file cannot be read or has no such labels.
     """
     row_numbers = np.asarray(row_numbers, np.int64)
     task_rows = batch_rows * max(1, EVALUATION_TASK_ROWS // batch_rows)
     shared = ray.put((manifest, recipe, row_numbers))
     work = partial(_labelled_task, shared, task_rows, batch_rows)
-    seen, shape = 0, Shape(batch_rows, 3 * recipe.augment.image_pixels**2, 1, _task_cpus(manifest))
+    parallel = max(1, int(ray.cluster_resources().get("CPU", 1) / ranks))
+    seen, shape = 0, Shape(batch_rows, 3 * recipe.augment.image_pixels**2, parallel, EVALUATION_TASK_CPUS)
     for columns in in_order(work, -(-len(row_numbers) // task_rows), shape):
         _refuse_other(seen, np.arange(seen, min(seen + batch_rows, len(row_numbers))), columns["position"])
         seen += len(columns["position"])
@@ -99,11 +111,6 @@ def labelled_images(
         if bad:
             columns = {name: values[good] for name, values in columns.items()}
         yield LabelledBatch(*(_tensor(columns[name]) for name in ("crops", "label", "row")), bad)
-
-
-def _task_cpus(manifest: Manifest) -> float:
-    """A task from object storage waits for its bytes, then decodes them: two share a CPU, so that it has work."""
-    return 1.0 if manifest.store.is_local else 0.5
 
 
 def _segment_task(shared: ray.ObjectRef, task: int) -> Iterator[Columns]:
@@ -166,26 +173,40 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
 
 
 class Shape(NamedTuple):
-    """Of one pipeline among several."""
+    """Of one pipeline."""
 
     block_rows: int
     row_bytes: int
-    ranks: int  # pipelines that share the cluster
-    task_cpus: float
+    tasks_in_flight: int
+    task_cpus: float  # that a task claims
 
     @property
     def bytes(self) -> int:
         return self.block_rows * self.row_bytes
 
+    @property
+    def bytes_held(self) -> int:
+        """What a pipeline aims to keep in the object store; more, and memory grows with what is to come.
 
-def _blocks_held(shape: Shape) -> int:
-    """Blocks that a pipeline aims to keep in the object store; more, and memory grows with what is to come.
+        Fewer blocks slow it down: with 2 tasks, 2 blocks cost a fifth of the rate, 8 cost nothing. The store holds up
+        to 10 for each task in flight in any case (see Plan.object_store_bytes).
+        """
+        return (4 + 4 * self.tasks_in_flight) * self.bytes
 
-    Fewer slow it down: with 2 CPUs, 2 blocks cost a fifth of the rate, 8 cost nothing, and the store holds up to 10
-    for each task in flight in any case (see Plan.object_store_bytes).
+
+def tasks_of_a_rank(data_cpus: float, ranks: int, is_local: bool) -> tuple[int, float]:
+    """How many tasks of a rank are in flight, and the CPUs that each claims, when all ranks share `data_cpus`.
+
+    A task from object storage waits for its bytes, then decodes them: two share a CPU, so that it has work.
+
+    A task that has made more than is taken pauses and keeps its claim. So the claims of all tasks that may ever be in
+    flight (of all ranks, each with the next pipeline already begun) must fit at once: otherwise paused tasks of one rank
+    would keep a CPU from the task of another, for whose step they wait. Hence half a claim, and a tenth left for
+    evaluations, which run while training's tasks pause.
     """
-    parallel = ray.cluster_resources().get("CPU", 1) / (shape.ranks * shape.task_cpus)
-    return 4 + 4 * max(1, int(parallel))
+    share, per_cpu = max(data_cpus, 1) / ranks, 1 if is_local else 2
+    tasks = max(1, int(share * per_cpu))
+    return tasks, 0.45 * min(1 / per_cpu, share / tasks)
 
 
 def in_order(work: Callable[[int], Iterator[Columns]], tasks: int, shape: Shape) -> Iterator[Columns]:
@@ -201,7 +222,7 @@ def in_order(work: Callable[[int], Iterator[Columns]], tasks: int, shape: Shape)
             for index, part in enumerate(parts):
                 blocks, following = following.result(), None
                 for columns in blocks:
-                    late = columns["task"][0] >= part.stop - TASKS_LEFT_AT_NEXT
+                    late = columns["task"][0] >= part.stop - shape.tasks_in_flight  # all of this one are at work
                     if late and following is None and index + 1 < len(parts):
                         following = thread.submit(start, parts[index + 1])
                     yield columns
@@ -229,17 +250,18 @@ def _start_pipeline(work: Callable, shape: Shape, part: range) -> Iterator[Colum
 
     def run_tasks(block: Columns) -> Iterator[Columns]:
         for number in block["id"].tolist():
-            for columns in work(part.start + number):
-                yield columns | {"task": np.full(len(columns["crops"]), part.start + number)}
+            for columns in work(number):
+                yield columns | {"task": np.full(len(columns["crops"]), number)}
 
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what matters is raised; a run prints its own progress
-    numbers = ray.data.range(len(part), override_num_blocks=len(part))
-    tasks = numbers.map_batches(run_tasks, batch_size=None, num_cpus=shape.task_cpus)
+    compute = ray.data.TaskPoolStrategy(size=min(shape.tasks_in_flight, len(part)))
+    numbers = ray.data.from_items([{"id": number} for number in part], override_num_blocks=len(part))
+    tasks = numbers.map_batches(run_tasks, batch_size=None, num_cpus=shape.task_cpus, compute=compute)
     context = tasks.context
     context.enable_progress_bars = context.print_on_execution_start = False
     context.execution_options.preserve_order = True
     context.execution_options.resource_limits = ray.data.ExecutionResources.for_limits(
-        object_store_memory=_blocks_held(shape) * shape.bytes
+        object_store_memory=shape.bytes_held
     )
     context.custom_execution_callback_classes = [_Pause]
     context.target_max_block_size = int(0.8 * shape.bytes)

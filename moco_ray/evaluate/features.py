@@ -98,7 +98,7 @@ def describe_set(labelled: LabelledSet, descriptions: dict[str, Describe], recip
     share = np.array_split(labelled.rows, ranks.world)[ranks.rank]
     parts: dict[str, list[Tensor]] = {name: [] for name in descriptions}
     labels, left_out = [torch.zeros(0, dtype=torch.int64)], 0
-    for batch in labelled_images(labelled.manifest, recipe, share, BATCH_ROWS):
+    for batch in labelled_images(labelled.manifest, recipe, share, BATCH_ROWS, ranks.world):
         left_out += len(batch.bad)
         labels.append(batch.labels.clone())
         for name, describe in descriptions.items():
