@@ -84,6 +84,17 @@ def _parser() -> argparse.ArgumentParser:
 
     plan.add_argument("--at-step", type=int, metavar="STEP", help="also tell what a resume at this step would open")
 
+    pack = command("pack", _pack, "any data set to shuffled, checked Parquet shards; continues where it was interrupted")
+    pack.add_argument("source", metavar="SOURCE", help="images, as for pretrain")
+    pack.add_argument("target", metavar="TARGET", help="an empty or new folder or prefix")
+    pack.add_argument("--seed", type=int, default=0, help="of the order (0)")
+    pack.add_argument("--image-column", default="image", help="of a Parquet source (image)")
+    pack.add_argument("--label-column", help="of a Parquet source, or a field of a tar's .json; '' for no labels (found)")
+    pack.add_argument("--drop-duplicates", action="store_true", help="keep the first of images that are equal byte for byte")
+    pack.add_argument("--short-side", type=int, metavar="PIXELS", help="make larger images this small: lossy, other data")
+    pack.add_argument("--quality", type=int, default=90, help="of the JPEG that --short-side makes (90)")
+    pack.add_argument("--max-image-pixels", type=int, default=100_000_000, help="larger images count as bad (100000000)")
+
     bench = command("bench-input", _bench_input, "measure how fast this machine makes crops of a data set, stage by stage")
     bench.add_argument("data", metavar="URI", help="images, as for pretrain")
     bench.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for example augment.image_pixels=96")
@@ -174,6 +185,19 @@ def _spread(arguments: argparse.Namespace):
             yield from stack.enter_context(lazily_spread(1, arguments.debug))(work, items)
 
         yield spread
+
+
+def _pack(arguments: argparse.Namespace) -> None:
+    from moco_ray.data.pack import pack, refuse_unfit, summary
+    from moco_ray.data.pack_passes import PackOptions
+    from moco_ray.session import ray_session
+
+    names = ("image_column", "label_column", "seed", "drop_duplicates", "short_side", "quality", "max_image_pixels")
+    options = PackOptions(**{name: getattr(arguments, name) for name in names})
+    refuse_unfit(arguments.source, arguments.target)
+    with ray_session(1, arguments.debug):
+        facts = pack(arguments.source, arguments.target, options)
+    print(summary(facts, arguments.target))
 
 
 def _bench_input(arguments: argparse.Namespace) -> None:

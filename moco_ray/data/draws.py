@@ -11,6 +11,7 @@ import numpy as np
 CROP = 0
 COLOUR = 1
 REPLACE = 2  # which row stands in for a bad one
+PACK = 3  # where a row goes in a packed data set
 
 
 def uniforms(seed: int, epoch: int, positions: np.ndarray, view: int, stage: int, count: int) -> np.ndarray:
