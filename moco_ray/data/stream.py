@@ -44,7 +44,7 @@ TASKS_PER_PIPELINE = 256
 PREFETCH_BLOCKS = 2  # 8 spilled to disk where 2 did not
 EVALUATION_TASK_ROWS = 1024
 EVALUATION_TASK_CPUS = 0.01  # of the tenth that training's tasks leave
-EXECUTOR_PAUSE_SECONDS = 0.05  # a task lasts seconds: nothing waits for this
+EXECUTOR_PAUSE_SECONDS = 0.1  # a task lasts seconds: nothing waits for this
 
 Columns = dict[str, np.ndarray]
 
@@ -197,16 +197,17 @@ class Shape(NamedTuple):
 def tasks_of_a_rank(data_cpus: float, ranks: int, is_local: bool) -> tuple[int, float]:
     """How many tasks of a rank are in flight, and the CPUs that each claims, when all ranks share `data_cpus`.
 
-    A task from object storage waits for its bytes, then decodes them: two share a CPU, so that it has work.
+    One more than the rank's CPUs, so that none idles while a task ends and the next is started. A task from object storage
+    first waits for its bytes: twice as many, and one.
 
     A task that has made more than is taken pauses and keeps its claim. So the claims of all tasks that may ever be in
     flight (of all ranks, each with the next pipeline already begun) must fit at once: otherwise paused tasks of one rank
     would keep a CPU from the task of another, for whose step they wait. Hence half a claim, and a tenth left for
     evaluations, which run while training's tasks pause.
     """
-    share, per_cpu = max(data_cpus, 1) / ranks, 1 if is_local else 2
-    tasks = max(1, int(share * per_cpu))
-    return tasks, 0.45 * min(1 / per_cpu, share / tasks)
+    share = max(data_cpus, 1) / ranks
+    tasks = 1 + int(share if is_local else 2 * share)
+    return tasks, 0.45 * share / tasks
 
 
 def in_order(work: Callable[[int], Iterator[Columns]], tasks: int, shape: Shape) -> Iterator[Columns]:

@@ -12,10 +12,10 @@ blur and normalisation are the device stage's (augment.py), which is *not* in ou
 The whole plane is `stream.batches` on a Ray of its own in another process, with one CPU for data tasks: their worker
 process runs on the measured core, everything else of Ray and the consumer, which drops each batch, on the others. Two
 measures of it, from the last batch of one epoch to the last of a later one, so whole tasks and nothing of the start:
-- CPU: images by the CPU seconds of *all* its processes (worker, driver with executor and consumer, raylet, GCS, agents);
-  blind to gaps in which the data core idles;
-- clock: images by seconds, with one core for the worker: sees those gaps, and that other cores carry Ray; the time that
-  the worker was runnable but neighbours had its core is taken off, and printed.
+- clock: images by seconds, with one core for the tasks: sees gaps in which that core idles; the time that neighbours had
+  the core is taken off, and printed. This is the one with a target;
+- CPU: images by the CPU seconds of *all* its processes (workers, driver with executor and consumer, raylet, GCS, agents),
+  most of which have the other cores to themselves in practice; blind to gaps in which the data core idles.
 """
 
 import argparse
@@ -46,8 +46,8 @@ from torchvision.transforms import transforms as v1
 
 from moco_ray.data.decode import decode
 from moco_ray.data.segment import Source, _crop_rows
-from moco_ray.data.shards import build_manifest
 from moco_ray.data.stream import batches
+from moco_ray.data.survey import build_manifest
 from moco_ray.plan import Plan
 from moco_ray.recipe import Recipe
 
@@ -195,29 +195,34 @@ def measure_plane(folder: str, core: int) -> dict[str, float]:
         if step < first:
             pin_workers(core)
         elif step == first:
-            start = {"seconds": time.perf_counter(), **processes()}
+            start = {"seconds": time.perf_counter(), "core": busy_seconds(core), **processes()}
         elif step <= last:
             rows += len(batch.crops)
         if step == last:
-            stop = {"seconds": time.perf_counter(), **processes()}
+            stop = {"seconds": time.perf_counter(), "core": busy_seconds(core), **processes()}
         del batch
     spent = {name: stop[name] - start.get(name, 0.0) for name in stop}
+    spent["neighbours"] = max(0.0, spent.pop("core") - spent["cpu worker"])  # who else had the core
     return {"rows": rows, **spent}
 
 
+def busy_seconds(core: int) -> float:
+    """Seconds that a core has worked, for anybody, the hypervisor's other guests included."""
+    line = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith(f"cpu{core} "))
+    user, nice, system, _, _, interrupts, soft, steal, *_ = map(int, line.split()[1:])
+    return (user + nice + system + interrupts + soft + steal) / os.sysconf("SC_CLK_TCK")
+
+
 def processes() -> dict[str, float]:
-    """CPU seconds of this process's tree by kind, and the seconds that its workers waited for their core."""
+    """CPU seconds of this process's tree by kind."""
     found: dict[str, float] = {}
     for pid in process_tree():
         try:
             kind = kind_of(pid)
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            waited = int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9  # of the main thread, which works
         except OSError:
             continue  # it has ended
         found[f"cpu {kind}"] = found.get(f"cpu {kind}", 0.0) + sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
-        if kind == "worker":
-            found["worker waited"] = found.get("worker waited", 0.0) + waited
     return found
 
 
@@ -307,9 +312,9 @@ def measure(rounds: int, images: dict[str, list[bytes]], core: int, other_cores:
 
 
 def plane_milliseconds(plane: dict[str, float]) -> dict[str, float]:
-    """Of one measurement, ms an image: CPU of all processes, of each kind, and the clock's less the worker's waits."""
+    """Of one measurement, ms an image: CPU of all processes, of each kind, and the clock's less the neighbours' time."""
     kinds = {name: seconds for name, seconds in plane.items() if name.startswith("cpu ")}
-    seconds = {"CPU of all": sum(kinds.values()), "clock": plane["seconds"] - plane["worker waited"]}
+    seconds = {"CPU of all": sum(kinds.values()), "clock": plane["seconds"] - plane["neighbours"]}
     return {name: 1000 * value / plane["rows"] for name, value in {**seconds, **kinds}.items()}
 
 
@@ -332,15 +337,15 @@ def table(measured: list[dict]) -> tuple[list[str], bool]:
             continue
         stage = {"f. plane, originals": "c. crop stage, originals", "f. plane, packed": "d. crop stage, packed"}[name]
         planes = [plane_milliseconds(r[name]) for r in measured]
-        for measure_name in ("CPU of all", "clock"):
+        for measure_name, target in (("clock", f"; target {PLANE_TARGET:.0%}"), ("CPU of all", "")):
             share = statistics.median(r[stage] / p[measure_name] for r, p in zip(measured, planes, strict=True))
-            met &= share >= PLANE_TARGET
-            said = f"  {share:.0%} of the crop stage's rate; target {PLANE_TARGET:.0%}"
+            met &= not target or share >= PLANE_TARGET
+            said = f"  {share:.0%} of the crop stage's rate{target}"
             add(f"{name}: {measure_name}", [p[measure_name] for p in planes], said)
         kinds = sorted({kind for p in planes for kind in p if kind.startswith("cpu ")})
         parts = (f"{kind[4:]} {statistics.median(p.get(kind, 0.0) for p in planes):.3f}" for kind in kinds)
-        waited = statistics.median(r[name]["worker waited"] / r[name]["seconds"] for r in measured)
-        lines.append(f"{'':10}of it {', '.join(parts)}; the worker waited {waited:.1%} of the time for its core")
+        lost = statistics.median(r[name]["neighbours"] / r[name]["seconds"] for r in measured)
+        lines.append(f"{'':10}of it {', '.join(parts)}; neighbours had {lost:.1%} of the data core's time")
     return lines, met
 
 
