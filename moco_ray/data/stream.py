@@ -44,7 +44,7 @@ TASKS_PER_PIPELINE = 256
 PREFETCH_BLOCKS = 2  # 8 spilled to disk where 2 did not
 EVALUATION_TASK_ROWS = 1024
 EVALUATION_TASK_CPUS = 0.01  # of the tenth that training's tasks leave
-EXECUTOR_PAUSE_SECONDS = 0.1  # a task lasts seconds: nothing waits for this
+EXECUTOR_PAUSE_SECONDS, HUNGRY_PAUSE_SECONDS = 0.05, 0.005  # while blocks lie ready; while the trainer waits for one
 
 Columns = dict[str, np.ndarray]
 
@@ -197,8 +197,8 @@ class Shape(NamedTuple):
 def tasks_of_a_rank(data_cpus: float, ranks: int, is_local: bool) -> tuple[int, float]:
     """How many tasks of a rank are in flight, and the CPUs that each claims, when all ranks share `data_cpus`.
 
-    One more than the rank's CPUs, so that none idles while a task ends and the next is started. A task from object storage
-    first waits for its bytes: twice as many, and one.
+    As many as the rank's CPUs (one more takes more by switching than it fills gaps); a task from object storage first waits
+    for its bytes: twice as many.
 
     A task that has made more than is taken pauses and keeps its claim. So the claims of all tasks that may ever be in
     flight (of all ranks, each with the next pipeline already begun) must fit at once: otherwise paused tasks of one rank
@@ -206,7 +206,7 @@ def tasks_of_a_rank(data_cpus: float, ranks: int, is_local: bool) -> tuple[int, 
     evaluations, which run while training's tasks pause.
     """
     share = max(data_cpus, 1) / ranks
-    tasks = 1 + int(share if is_local else 2 * share)
+    tasks = max(1, int(share if is_local else 2 * share))
     return tasks, 0.45 * share / tasks
 
 
@@ -234,12 +234,17 @@ def in_order(work: Callable[[int], Iterator[Columns]], tasks: int, shape: Shape)
 
 
 class _Pause:
-    """Ray Data's execution callback (its four methods): a breath in each turn of the executor's loop."""
+    """Ray Data's execution callback (its four methods): a breath in each turn of the executor's loop.
+
+    A short one while somebody waits: a task makes two blocks ahead and then waits for the loop to take them, so a long
+    one would hold the tasks of small steps up.
+    """
 
     def before_execution_starts(self, executor) -> None: ...
 
     def on_execution_step(self, executor) -> None:
-        time.sleep(EXECUTOR_PAUSE_SECONDS)
+        _, state = executor._output_node
+        time.sleep(HUNGRY_PAUSE_SECONDS if state.num_waiting_consumers else EXECUTOR_PAUSE_SECONDS)
 
     def after_execution_succeeds(self, executor) -> None: ...
 
