@@ -117,7 +117,7 @@ def test_uploads_pass_the_proxy_unchanged(store, proxy):
 
 def test_a_file_put_into_the_folder_is_seen_at_once(tmp_path):
     (tmp_path / "images").mkdir()
-    with rclone_server(tmp_path) as store:
+    with rclone_server(tmp_path, follow=True) as store:
         files = filesystem(store)
         assert files.get_file_info("images/late").type == fs.FileType.NotFound
         (tmp_path / "images" / "late").write_bytes(b"late")

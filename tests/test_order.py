@@ -51,9 +51,14 @@ def test_the_order_is_the_one_that_the_module_describes(shape):
     chunks, plan = plan_of(shape)
     order, first = EpochOrder(chunks, plan, 9, 4), np.concatenate([[0], np.cumsum(chunks)])
     laid = []
-    for chunk in np.random.default_rng([9, 101, 4]).permutation(len(chunks)):
-        laid += range(first[chunk], first[chunk + 1])
     n, steps = plan.recipe.batch.bn_group_size, plan.steps_per_epoch
+    kept = min(steps * plan.recipe.batch.global_batch_size, plan.rows - 1)
+    for chunk in np.random.default_rng([9, 101, 4]).permutation(len(chunks)):
+        rows = list(range(first[chunk], first[chunk + 1]))
+        if len(laid) <= kept < len(laid) + len(rows):  # the cut goes through it
+            turn = np.random.default_rng([9, 103, 4]).integers(len(rows))
+            rows = rows[turn:] + rows[:turn]
+        laid += rows
     for group in range(plan.groups):
         stream = laid[group * steps * n : (group + 1) * steps * n]
         size, given = plan.window_steps * n, []
@@ -120,6 +125,17 @@ def test_another_epoch_has_another_order_and_drops_other_rows():
         assert dropped[one] != dropped[other]
         assert (epochs[one] == epochs[other]).mean() < 0.05
     assert len(dropped[0]) == 3
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+def test_no_row_is_left_out_for_ever_however_few_the_chunks(chunks):
+    sizes = np.array([100] * chunks)
+    recipe = Recipe.parse({"schedule": {"epochs": 3}, "batch": {"global_batch_size": 64, "bn_group_size": 8}})
+    plan, seen = Plan(recipe, 100 * chunks), set()
+    assert plan.dropped_rows
+    for epoch in range(60):
+        seen |= set(epoch_rows(EpochOrder(sizes, plan, 5, epoch)).ravel().tolist())
+    assert seen == set(range(plan.rows))
 
 
 def test_another_seed_has_another_order_and_the_same_seed_the_same():

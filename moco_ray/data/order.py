@@ -7,7 +7,9 @@ nor ranks: row numbers are the manifest's, and a world size cannot change them. 
 The order of one epoch (R rows, B rows a step, n rows a BN group, G = B / n groups, S = R // B steps):
 
 1. permute the chunks and lay their rows end to end; keep the first S*B of them, so the R mod B rows that an epoch
-   drops lie in its last chunks, which are others every epoch;
+   drops lie in its last chunks, which are others every epoch. The chunk that the cut goes through begins at a row drawn
+   anew and goes on from its own first row after its last: otherwise a data set of few chunks would never show the
+   rows at their ends;
 2. cut into G streams of S*n rows, one for each BN group;
 3. cut a stream into windows of `plan.window_steps` * n rows (the last may be shorter) and permute the rows within
    each; the stream gives its next n rows to each step.
@@ -21,7 +23,7 @@ import numpy as np
 
 from moco_ray.plan import Plan
 
-CHUNK_ORDER, WINDOW_ORDER = 101, 102  # tags that keep the draws of this module apart from any others of the seed
+CHUNK_ORDER, WINDOW_ORDER, CUT_CHUNK = 101, 102, 103  # tags that keep the draws of this module apart from any others of the seed
 
 
 class EpochOrder:
@@ -39,6 +41,10 @@ class EpochOrder:
         order = np.random.default_rng([seed, CHUNK_ORDER, epoch]).permutation(len(chunk_rows))
         self._chunk_first_row = first_row[order]  # in the order of the epoch
         self._laid_ends = np.cumsum(np.asarray(chunk_rows, dtype=np.int64)[order])
+        kept = min(self.steps * plan.recipe.batch.global_batch_size, plan.rows - 1)
+        self._cut = int(np.searchsorted(self._laid_ends, kept, side="right"))  # the chunk that the cut goes through
+        self._cut_rows = int(chunk_rows[order[self._cut]])
+        self._turn = int(np.random.default_rng([seed, CUT_CHUNK, epoch]).integers(self._cut_rows))
         self._cached_window: tuple[tuple[int, int], np.ndarray] | None = None
 
     @property
@@ -82,4 +88,7 @@ class EpochOrder:
         chunk = np.searchsorted(self._laid_ends, laid, side="right")
         # chunks without rows end where they start: side="right" steps over them
         starts = np.concatenate([[0], self._laid_ends])[chunk]
-        return self._chunk_first_row[chunk] + laid - starts
+        inner = laid - starts
+        cut = chunk == self._cut
+        inner[cut] = (inner[cut] + self._turn) % self._cut_rows
+        return self._chunk_first_row[chunk] + inner
