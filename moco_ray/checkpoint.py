@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from moco_ray.data import order
 from moco_ray.errors import UserError
 
 VERSION = 1
@@ -108,6 +109,11 @@ def refuse_other(path: Path, about: dict[str, Any], recipe_fingerprint: str, dat
         raise UserError(
             f"{path} was made with recipe {about['recipe_fingerprint']} and this run's recipe is {recipe_fingerprint}; "
             "resume with the recipe in its run folder, or start a new run under another --name"
+        )
+    if about.get("order_version", 1) != order.VERSION:
+        raise UserError(
+            f"{path} was made by another release of moco_ray, which goes through the data in another order: an epoch would repeat "
+            "some images and miss others. Resume with the release that wrote it (code in its run.json), or start a new run"
         )
     if about["data_fingerprint"] != data_fingerprint:
         raise UserError(

@@ -18,6 +18,12 @@ CPU_QUIET = {  # set before torch and Ray are imported: what they print is not f
 }
 
 
+GOES_ON = {  # after Ctrl-C
+    **dict.fromkeys(("pretrain", "resume"), "; `moco-ray resume RUN` goes on from the newest checkpoint"),
+    "pack": "; the same command goes on",
+}
+
+
 def main(words: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     parser = _parser()
@@ -38,7 +44,7 @@ def main(words: list[str] | None = None) -> int:
         print(f"moco-ray: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("moco-ray: interrupted; `moco-ray resume RUN` goes on from the newest checkpoint", file=sys.stderr)
+        print(f"moco-ray: interrupted{arguments.goes_on}", file=sys.stderr)
         return 130
     return 0
 
@@ -53,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, run, about: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=about, description=about)
         sub.add_argument("--debug", action="store_true", help="show tracebacks and Ray's own log")
-        sub.set_defaults(run=run)
+        sub.set_defaults(run=run, goes_on=GOES_ON.get(name, ""))
         return sub
 
     pretrain = command("pretrain", _pretrain, "start a run")

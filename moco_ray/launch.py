@@ -18,6 +18,7 @@ import ray.train.torch
 import torch
 
 from moco_ray import checkpoint
+from moco_ray.data import order
 from moco_ray.data.shards import Manifest
 from moco_ray.data.stream import batches
 from moco_ray.data.survey import Spread, build_manifest
@@ -172,6 +173,7 @@ def _worker(config: dict[str, Any]) -> None:
     about = {
         "recipe_fingerprint": recipe.fingerprint(),
         "data_fingerprint": manifest.fingerprint,
+        "order_version": order.VERSION,
         "recipe": recipe.toml(),
         "plan": plan.facts(),
         "code": code_version(),

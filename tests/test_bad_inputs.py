@@ -133,11 +133,9 @@ def test_crops_are_of_the_images_that_are_told(source):
 
 def test_no_decoder_sees_an_image_beyond_the_limit(source, monkeypatch):
     seen = []
-    keep = stage.decode_image
-    monkeypatch.setattr(stage, "decode_image", lambda data, **how: seen.append(len(data)) or keep(data, **how))
-    monkeypatch.setattr(
-        stage, "_first_frame", lambda data, keep=stage._first_frame: seen.append(len(data)) or keep(data)
-    )
+    for name in ("decode_image", "decode_jpeg", "_first_frame"):
+        keep = getattr(stage, name)
+        monkeypatch.setattr(stage, name, lambda data, keep=keep, **how: seen.append(len(data)) or keep(data, **how))
     segments = Segments(source.plan, 1, 0, 0)
     list(segment_steps(source, segments.groups, segments[0]))
     assert len(seen) > 50 and len(HUGE) not in seen

@@ -219,7 +219,7 @@ def test_a_huge_declared_size_is_refused_before_any_pixel_is_decoded(data, monke
     def refuse(*_, **__):
         raise MemoryError("decoded before the size was checked")
 
-    for name in ("decode_image", "_first_frame"):
+    for name in ("decode_image", "decode_jpeg", "_first_frame"):
         monkeypatch.setattr(stage, name, refuse)
     assert kind_of(data, limit=100_000_000) == "too large"
 
@@ -239,7 +239,7 @@ def test_running_out_of_memory_is_not_blamed_on_the_image(monkeypatch):
         def fail(*_, error=error, **__):
             raise error
 
-        monkeypatch.setattr(stage, "decode_image", fail)
+        monkeypatch.setattr(stage, "decode_jpeg", fail)
         with pytest.raises(type(error)):
             decode(JPEG, LIMIT)
 

@@ -539,3 +539,18 @@ def test_a_slice_of_an_object_is_read_back_alone_whatever_their_number(tmp_path,
     parts = Parts(store, tuple(objects), sizes, slices, "test")
     for index in range(slices):
         assert parts.read(index) == [content[index] for content in objects.values()]
+
+
+def test_labels_keep_the_names_of_their_classes_so_that_two_sets_are_compared_or_refused(sources, tmp_path, here):
+    packed(sources / "tree", tmp_path / "out")
+    tree = build_manifest(str(sources / "tree"))
+    assert tree.classes and build_manifest(str(tmp_path / "out")).classes == tree.classes
+
+
+def test_damage_to_what_pack_tells_of_its_result_is_told(sources, tmp_path, here):
+    packed(sources / "parquet", tmp_path / "out")
+    (tmp_path / "out/_moco_ray/pack.json").write_text("{}")
+    with pytest.raises(UserError, match="pack.json is damaged; bring it back, or remove it to use the shards as they are"):
+        build_manifest(str(tmp_path / "out"))
+    (tmp_path / "out/_moco_ray/pack.json").unlink()
+    assert build_manifest(str(tmp_path / "out")).rows > 0

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from moco_ray import checkpoint
+from moco_ray.data import order
 from moco_ray.data.batch import BadRow
 from moco_ray.errors import NonFinite, UserError
 from moco_ray.launch import restore, save_on_first
@@ -37,7 +38,7 @@ def attempt(ranks: Ranks, path: str, stop: int | None, new=synthetic.small_learn
     torch.set_num_threads(1)
     folder, recipe = RunFolder(Path(path)), synthetic.recipe(**CHANGES)
     plan, learner = synthetic.plan(recipe), new(recipe)
-    about = {"recipe_fingerprint": recipe.fingerprint(), "data_fingerprint": "data"}
+    about = {"recipe_fingerprint": recipe.fingerprint(), "data_fingerprint": "data", "order_version": order.VERSION}
     restore(learner, folder, about, ranks)
     start = learner.step
     monitor = Monitor(folder.path, plan, ranks, start, lambda entry: None)
@@ -257,7 +258,7 @@ def test_a_full_disk_is_told_in_one_line_and_leaves_small_files_as_they_were(tmp
 # --- checkpoint files --------------------------------------------------------------------------------------------------
 
 
-ABOUT = {"recipe_fingerprint": "r", "data_fingerprint": "d"}
+ABOUT = {"recipe_fingerprint": "r", "data_fingerprint": "d", "order_version": order.VERSION}
 
 
 def test_a_checkpoint_comes_back_equal_and_only_the_newest_are_kept(tmp_path):
@@ -347,3 +348,10 @@ def test_a_recipe_survives_its_toml_and_its_fingerprint_covers_what_is_computed(
     for changes in ({"run": {"seed": 1}}, {"augment": {"flip_probability": 0.1}}, {"data": {"image_column": "jpg"}}):
         changed = synthetic.recipe(**changes)
         assert changed.fingerprint() != recipe.fingerprint() and len(changed.differences(recipe)) == 1
+
+
+def test_a_checkpoint_of_a_release_with_another_order_of_the_data_is_refused(tmp_path):
+    about = {key: value for key, value in ABOUT.items() if key != "order_version"}  # as releases before 2 wrote it
+    with pytest.raises(UserError, match="made by another release of moco_ray, which goes through the data in another order"):
+        checkpoint.refuse_other(tmp_path / "step-000000001.pt", about, "r", "d")
+    checkpoint.refuse_other(tmp_path / "step-000000001.pt", ABOUT, "r", "d")

@@ -213,3 +213,24 @@ def test_shards_sorted_by_class_are_warned_of_and_shuffled_or_unlabelled_ones_ar
     assert "sorted by class: 4 of 4 row groups hold a single value of 'label'" in warning and "moco-ray pack" in warning
     for name in ("mixed", "one", "bare"):
         assert build_manifest(str(tmp_path / name), "image").warnings == ()
+
+
+def test_damage_in_a_footer_or_a_page_is_told_as_damage_and_not_as_sick_storage(tmp_path):
+    write_shard(tmp_path / "a.parquet", range(40), row_group_size=40)
+    content = bytearray((tmp_path / "a.parquet").read_bytes())
+    manifest = build_manifest(str(tmp_path), "image")
+    page = bytes(content[:4]) + b"\xff" * 24 + bytes(content[28:])
+    (tmp_path / "a.parquet").write_bytes(page)
+    assert "a.parquet is not a readable Parquet file (" in message(read_chunk_rows, manifest, 0, np.array([0]))
+    size = int.from_bytes(content[-8:-4], "little")
+    content[-8 - size : -8 - size + 20] = b"\xff" * 20
+    (tmp_path / "a.parquet").write_bytes(content)
+    assert "a.parquet is not a readable Parquet file (" in message(build_manifest, str(tmp_path), "image")
+
+
+def test_what_pack_wrote_in_a_subfolder_is_no_data_and_an_unfinished_one_is_refused_there_too(shards):
+    before = build_manifest(str(shards), "image")
+    write_shard(shards / "a" / "_moco_ray" / "manifest.parquet", range(3))
+    assert build_manifest(str(shards), "image").fingerprint == before.fingerprint
+    (shards / "a" / "_moco_ray" / "unfinished.json").touch()
+    assert "/shards/a/ is being packed, or its packing was interrupted" in message(build_manifest, str(shards), "image")

@@ -119,7 +119,7 @@ def test_a_listing_holds_every_object_below_sorted_by_name_with_size_and_time(se
         abs(now - entry.version) < 600e9 or (entry.version == 0 and server.access_key == "testkey") for entry in found
     )
     assert [entry.name for entry in Store.at(f"s3://{bucket}").list()] == [f"photos/{name}" for name in names]
-    assert [entry.name for entry in Store.at(f"s3://{bucket}/photos").below("a/deep").list()] == ["1.jpg"]
+    assert [entry.name for entry in Store.at(f"s3://{bucket}/photos/a/deep").list()] == ["1.jpg"]
 
 
 def test_a_data_set_leaves_out_hidden_names_at_every_level(server, bucket):
@@ -238,7 +238,7 @@ def test_options_in_the_uri_name_the_endpoint_before_all_variables(server, bucke
     host = urlsplit(server.endpoint).netloc
     for options in (f"endpoint_override={host}&scheme=http&region=us-east-1", f"endpoint_override={server.endpoint}"):
         store = Store.at(f"s3://{bucket}/photos?{options}")
-        assert len(store.list()) == 5 and store.below("b").read("2.jpg") == b"2" * 20
+        assert len(store.list()) == 5
         assert store.place("b/2.jpg") == f"s3://{bucket}/photos/b/2.jpg"
         store.write("c", b"c")
         store.delete("c")
@@ -355,7 +355,7 @@ def test_credentials_in_a_uri_are_refused_and_not_shown(uri):
 @pytest.mark.parametrize("uri, says", {
     "": "no data set is named; give a folder or a URI",
     "s3:///photos": "s3:///photos: there is no bucket in it; write s3://bucket/prefix, with options of",
-    "s3://bucket/p?endpoint=x": "s3://bucket/p: unknown option 'endpoint'; write s3://bucket/prefix",
+    "s3://bucket/p?endpoint=x": "s3://bucket/p: unknown option 'endpoint' (a ? in a name is written %3F); write s3://bucket/prefix",
     "zzz://host/photos": "zzz://host/photos: Protocol not known: zzz; check the URI",
     "file://photos": "file://photos: a file:// URI has three slashes before its path",
     "gs://bucket/photos": "install it on every machine of the run",
@@ -604,3 +604,46 @@ def test_a_write_to_a_disk_that_fails_leaves_the_old_file_and_no_scratch(tmp_pat
         text == f"{tmp_path}/file cannot be written ([Errno 28] No space left on device); make room or mend the storage"
     )
     assert os.listdir(tmp_path) == ["file"] and store.read("file") == b"old"
+
+
+def test_a_folder_marker_of_no_name_repeats_nothing_and_a_key_with_two_slashes_is_refused(moto, monkeypatch):
+    use(monkeypatch, moto)
+    bucket = filled(moto, {"m/": b"", "m//": b"", "m/a.jpg": b"1", "m/c/b.jpg": b"2"})
+    assert [entry.name for entry in Store.at(f"s3://{bucket}/m").list()] == ["a.jpg", "c/b.jpg"]
+    for key in ("m/c//d.jpg", "m//d.jpg"):
+        bucket = filled(moto, {"m/a.jpg": b"1", key: b"2"})
+        assert "has an empty part between two slashes, and cannot be read; rename it" in message(
+            Store.at(f"s3://{bucket}/m").list
+        )
+
+
+def test_an_object_of_the_prefix_s_own_name_does_not_hide_what_lies_below_it(moto, monkeypatch):
+    use(monkeypatch, moto)  # rclone keeps objects as files, of which none can be a folder too
+    bucket = filled(moto, {"r": b"1", "r/a.jpg": b"2"})
+    assert find_data(Store.at(f"s3://{bucket}/r")).entries[0].name == "a.jpg"
+
+
+@pytest.mark.parametrize("options", ["foo", "anonymous", "region=", "anonymous=1"])
+def test_options_without_a_value_or_a_meaning_are_refused(options):
+    assert "write s3://bucket/prefix, with options of endpoint_override" in message(Store.at, f"s3://b/what?{options}")
+
+
+def test_a_uri_that_is_none_is_refused():
+    assert "Invalid IPv6 URL; check the URI" in message(Store.at, "s3://[b/x")
+
+
+def test_a_folder_named_like_a_refusal_does_not_make_one_of_a_passing_fault(tmp_path):
+    store = Store(str(tmp_path / "Forbidden"))
+    assert store._cure(OSError(f"busy: {tmp_path}/Forbidden/AccessDenied.jpg"), "AccessDenied.jpg") == ""
+    assert "permissions" in store._cure(OSError("Forbidden"), "x.jpg")
+
+
+@pytest.mark.parametrize("place", ["/data/what?/images", "s3://b/p?region=eu"])
+def test_a_store_holds_itself_and_what_lies_in_it_and_nothing_beside(place):
+    store = Store(place)
+    base, mark, options = place.partition("?") if "://" in place else (place, "", "")
+    assert store.holds(store) and store.holds(Store(f"{base}/in{mark}{options}"))
+    assert not store.holds(Store(f"{base}side{mark}{options}")) and not store.holds(Store("/elsewhere"))
+    if mark:
+        assert store.holds(Store(f"{base}/{mark}{options}")) and Store(f"{base}/{mark}{options}").holds(store)
+    assert store.place("a.jpg") == f"{base}/a.jpg"

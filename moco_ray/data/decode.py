@@ -19,7 +19,7 @@ from PIL.GifImagePlugin import GifImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from torch import Tensor
-from torchcodec.decoders import decode_image
+from torchcodec.decoders import decode_image, decode_jpeg
 
 from moco_ray.recipe import Augment
 
@@ -108,7 +108,8 @@ def decode(encoded: bytes, max_pixels: int) -> Tensor:
         if header.only_first:
             return _first_frame(encoded)
         # A tensor of our own, for decode_image(bytes) changes the process's warning filters at every call.
-        return decode_image(torch.frombuffer(bytearray(encoded), dtype=torch.uint8), mode="RGB")
+        decoder = decode_jpeg if encoded.startswith(b"\xff\xd8\xff") else decode_image  # the latter looks a while
+        return decoder(torch.frombuffer(bytearray(encoded), dtype=torch.uint8), mode="RGB")
     except (BadImage, MemoryError):
         raise
     except Exception as error:  # whatever a parser raises on hostile bytes, it is the row that is bad

@@ -4,6 +4,8 @@ Responsible for telling the layouts apart and for every refusal that needs no im
 manifest that is made of it (survey.py), for the index of a tar (tars.py), nor for the storage (storage.py).
 """
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -60,16 +62,19 @@ def find_data(store: Store) -> Found:
     Raises UserError if there is nothing, nothing of a known layout, or more than one, and for a data set that is
     still being packed.
     """
-    _refuse_what_is_no_folder(store)
+    if store.is_local and not Path(store.uri).exists():
+        raise UserError(f"{store.uri} does not exist; check the path")
+    if store.is_file():
+        raise UserError(f"{store.uri} is a file, and a data set is a folder; give the folder that holds it")
     entries = [entry for entry in store.list() if not _hidden(entry.name)]
-    others = [entry for entry in entries if entry.name.startswith(OURS)]
-    if any(entry.name == UNFINISHED for entry in others):
+    others = [entry for entry in entries if f"/{OURS}" in f"/{entry.name}"]
+    if unfinished := next((e.name for e in others if f"/{e.name}".endswith(f"/{UNFINISHED}")), None):
         raise UserError(
-            f"{store.place('')} is being packed, or its packing was interrupted: run the same `moco-ray pack` again to "
+            f"{store.place(unfinished.removesuffix(UNFINISHED))} is being packed, or its packing was interrupted: run the same `moco-ray pack` again to "
             "complete it"
         )
     by_layout = {
-        layout: [e for e in entries if e.name.lower().endswith(suffixes) and not e.name.startswith(OURS)]
+        layout: [e for e in entries if e.name.lower().endswith(suffixes) and f"/{OURS}" not in f"/{e.name}"]
         for layout, suffixes in SUFFIXES.items()
     }
     found = {layout: part for layout, part in by_layout.items() if part}
@@ -87,14 +92,6 @@ def find_data(store: Store) -> Found:
 
 def _hidden(name: str) -> bool:
     return name.startswith(".") or "/." in name
-
-
-def _refuse_what_is_no_folder(store: Store) -> None:
-    path = Path(store.uri)
-    if store.is_local and not path.exists():
-        raise UserError(f"{store.uri} does not exist; check the path")
-    if path.is_file() if store.is_local else store.is_file():
-        raise UserError(f"{store.uri} is a file, and a data set is a folder; give the folder that holds it")
 
 
 def _nothing_of_use(store: Store, entries: list[Entry]) -> UserError:
@@ -145,13 +142,24 @@ def read_metadata(store: Store, name: str) -> pq.FileMetaData:
     """The footer of a Parquet file as it is. Raises UserError naming a file that cannot be read or is none."""
 
     def call() -> pq.FileMetaData:
-        with store.open(name) as file, pq.ParquetFile(file) as parquet:
+        with store.open(name) as file, damage_told(), pq.ParquetFile(file) as parquet:
             return parquet.metadata
 
     try:
         return store.attempt("read", name, call)
     except pa.ArrowException as error:
         raise not_parquet(store, name, error) from error
+
+
+@contextlib.contextmanager
+def damage_told() -> Iterator[None]:
+    """pyarrow calls damage to a Parquet file an error of input and output, as if another try might help."""
+    try:
+        yield
+    except OSError as error:
+        if "thrift" in str(error) or "page header" in str(error):
+            raise pa.ArrowInvalid(one_line(error)) from error
+        raise
 
 
 def not_parquet(store: Store, name: str, error: Exception) -> UserError:

@@ -23,6 +23,7 @@ import numpy as np
 
 from moco_ray.plan import Plan
 
+VERSION = 2  # of the rules below: a run goes on under those it began with
 CHUNK_ORDER, WINDOW_ORDER, CUT_CHUNK = 101, 102, 103  # tags that keep the draws of this module apart from any others of the seed
 
 

@@ -76,7 +76,7 @@ def pack(source_uri: str, target_uri: str, options: PackOptions, out: TextIO | N
 def refuse_unfit(source_uri: str, target_uri: str) -> set[str]:
     """The names in the target. Raises UserError for what can be told at once, without a Ray: no source, a foreign target."""
     source, target = Store.at(source_uri), Store.at(target_uri)
-    if f"{target.place('')}/".startswith(f"{source.place('')}/"):
+    if source.holds(target):
         raise UserError(
             f"the target {target.place('')} lies in the source; choose a folder outside of {source.place('')}"
         )
@@ -252,8 +252,8 @@ def _manifest(job: Job, gathered: list[dict]) -> memoryview:
     part = np.concatenate([np.arange(len(groups)) for _, groups in full])
     rows, sizes = np.concatenate([np.array(groups, np.int64) for _, groups in full]).T
     names, none = pa.array([name for name, _ in full], pa.string()), np.full(len(file), -1)
-    sink = pa.BufferOutputStream()
-    make_manifest(job.target.uri, "parquet", "image", names, file, part, rows, sizes, file * 0, none, [], []).save(sink)
+    sink, classes = pa.BufferOutputStream(), job.manifest.classes  # what the numbers of labels mean
+    make_manifest(job.target.uri, "parquet", "image", names, file, part, rows, sizes, file * 0, none, classes, []).save(sink)
     return memoryview(sink.getvalue())
 
 

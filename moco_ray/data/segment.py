@@ -6,12 +6,12 @@ be decoded. Knows no Ray: stream.py carries the tasks.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ READ_THREADS = 16  # of a task: a range read from object storage is mostly waiti
 READ_BYTES = 256 << 20  # of row groups in flight, unless a single one is larger
 TASK_BYTES = 64 << 20  # decoded crops that a task aims at, between the two bounds below
 LEAST_TASK_ROWS, MOST_TASK_ROWS = 256, 4096  # a task costs about 30 ms to schedule; a window may hold more rows
+
+
+T = TypeVar("T")
 
 
 class Segment(NamedTuple):
@@ -142,13 +145,18 @@ def read_rows(manifest: Manifest, rows: np.ndarray) -> dict[int, bytes]:
     def read(chunk: int, first: int, stop: int) -> list[bytes]:
         return read_chunk_rows(manifest, chunk, inner[first:stop]).encoded
 
-    largest = int(manifest.chunk_bytes[np.unique(chunks)].max(initial=1))
+    parts = side_by_side(read, manifest, list(zip(*_runs(chunks), strict=True)))
+    return dict(zip(rows.tolist(), chain.from_iterable(parts), strict=True))
+
+
+def side_by_side(read: Callable[..., T], manifest: Manifest, wanted: list[tuple]) -> list[T]:
+    """read(*one) of each, in order; the first of each names a chunk, whose sizes bound how many are read at once."""
+    largest = int(manifest.chunk_bytes[[one[0] for one in wanted]].max(initial=1))
     with ThreadPoolExecutor(min(READ_THREADS, max(1, READ_BYTES // largest))) as threads:
         try:
-            parts = list(threads.map(read, *_runs(chunks)))
+            return list(threads.map(lambda one: read(*one), wanted))
         finally:
             threads.shutdown(cancel_futures=True)  # after an error nobody waits for the rest
-    return dict(zip(rows.tolist(), chain.from_iterable(parts), strict=True))
 
 
 def _runs(chunks: np.ndarray) -> tuple[list[int], list[int], list[int]]:

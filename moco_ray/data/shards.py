@@ -11,6 +11,7 @@ groups of 128, and about 90 MB for a million files of a tree with names of 40 le
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from moco_ray.data.listing import Layout, not_parquet
+from moco_ray.data.listing import Layout, damage_told, not_parquet
 from moco_ray.data.storage import Store, one_line
 from moco_ray.data.tars import Sample, changed, label_of, read_samples
 from moco_ray.errors import UserError
@@ -236,7 +237,7 @@ def row_group(manifest: Manifest, chunk: int, columns: list[str]) -> pa.Table:
     store, name, part = manifest.store, manifest.name(chunk), int(manifest.part[chunk])
 
     def call() -> pa.Table:
-        with store.open(name) as file:
+        with store.open(name) as file, damage_told():
             parquet = _with_footer(store, name, file)
             _refuse_other_columns(store.place(name), parquet, columns)
             rows = parquet.metadata.row_group(part).num_rows if part < parquet.num_row_groups else 0
@@ -254,13 +255,15 @@ def _with_footer(store: Store, name: str, file: pa.NativeFile) -> pq.ParquetFile
     """A Parquet file whose footer is read once: a segment takes several row groups of a shard one after the other."""
     key = (store, name, file.size())
     parquet = pq.ParquetFile(file, metadata=_footers.get(key), pre_buffer=True)
-    _footers[key] = parquet.metadata
-    while len(_footers) > FOOTERS_KEPT:
-        _footers.pop(next(iter(_footers)), None)  # the oldest; another thread may have been faster
+    with _footers_lock:
+        _footers[key] = parquet.metadata
+        while len(_footers) > FOOTERS_KEPT:
+            _footers.pop(next(iter(_footers)))  # the oldest
     return parquet
 
 
 _footers: dict[tuple[Store, str, int], pq.FileMetaData] = {}  # of this process
+_footers_lock = threading.Lock()
 
 
 def _refuse_other_columns(place: str, parquet: pq.ParquetFile, columns: list[str]) -> None:

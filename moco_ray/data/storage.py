@@ -11,7 +11,7 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -68,7 +68,10 @@ class Store:
         """
         if not uri:
             raise UserError("no data set is named; give a folder or a URI, for example data.uri=/data/images")
-        parsed = urlsplit(uri, allow_fragments=False)  # "#" is a letter like others in the names of objects
+        try:
+            parsed = urlsplit(uri, allow_fragments=False)  # "#" is a letter like others in the names of objects
+        except ValueError as error:
+            raise UserError(f"{uri}: {one_line(error)}; check the URI") from error
         if "://" not in uri or parsed.scheme == "file":
             if parsed.scheme == "file" and parsed.netloc not in ("", "localhost"):
                 raise UserError(f"{uri}: a file:// URI has three slashes before its path, as in file:///data/images")
@@ -99,19 +102,21 @@ class Store:
 
     def place(self, name: str) -> str:
         """A name in full, for messages."""
-        base, _, _ = self.uri.partition("?")
+        base = self.uri if self.is_local else self.uri.partition("?")[0]
         return f"{base.rstrip('/')}/{name}" if name else base
 
-    def below(self, prefix: str) -> "Store":
-        """The folder `prefix` of this one."""
-        base, mark, options = self.uri.partition("?")
-        return Store(f"{base.rstrip('/')}/{prefix}{mark}{options}")
+    def holds(self, other: "Store") -> bool:
+        """Whether the other folder is this one or lies in it."""
+        (filesystem, base), (theirs, path) = self._opened, other._opened
+        return filesystem.equals(theirs) and f"{path}/".startswith(f"{base}/")
 
     def list(self) -> list[Entry]:
         """Every file below, sorted by name; [] if there is nothing. First-level folders are listed side by side."""
         if self.is_local:
             return _local_files(Path(self.uri))
         filesystem, base = self._opened
+        if isinstance(filesystem, pafs.PyFileSystem):
+            filesystem.handler.fs.invalidate_cache()  # others may have written since it was listed
 
         def level(path: str, recursive: bool) -> list[pafs.FileInfo]:
             return self.attempt("listed", self._relative(path), lambda: filesystem.get_file_info(
@@ -123,17 +128,28 @@ class Store:
             return self.attempt("looked at", self._relative(info.path), lambda: filesystem.get_file_info(info.path))
 
         top = level(base, False)
-        folders = [info.path for info in top if info.type == pafs.FileType.Directory]
+        # A folder of the name "" is `base/` to pyarrow, which would list base again for it.
+        folders = [i.path for i in top if i.type == pafs.FileType.Directory and i.path.rstrip("/") != base]
         with ThreadPoolExecutor(LISTING_THREADS) as threads:
             parts = [top, *threads.map(lambda folder: level(folder, True), folders)]
             infos = list(threads.map(sized, chain.from_iterable(parts)))
         if not top:
             self._refuse_missing_bucket()
-        return sorted(
-            Entry(self._relative(info.path), info.size, info.mtime_ns or 0)
-            for info in infos
-            if info.type == pafs.FileType.File
-        )
+        files = [info for info in infos if info.type == pafs.FileType.File]
+        if double := next((i.path for i in files if "//" in i.path.removeprefix(base)), None) or self._empty_folder(top):
+            raise UserError(f"{self.place('')}: {double} has an empty part between two slashes, and cannot be read; rename it")
+        found = sorted(Entry(self._relative(info.path), info.size, info.mtime_ns or 0) for info in files)
+        assert len({entry.name for entry in found}) == len(found), "a name is listed twice"
+        return found
+
+    def _empty_folder(self, top: Iterable[pafs.FileInfo]) -> str | None:
+        """A key in a folder of the name "" that is more than that folder's marker, if there is one (S3)."""
+        bucket, _, prefix = self._opened[1].partition("/")
+        if not any(i.type == pafs.FileType.Directory and i.path.rstrip("/") == self._opened[1] for i in top):
+            return None
+        s3, prefix = _s3fs(self.uri), f"{prefix}//" if prefix else "/"
+        held = self.attempt("listed", "", lambda: s3.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=2))
+        return next((one["Key"] for one in held.get("Contents", []) if one["Key"] != prefix), None)
 
     def _refuse_missing_bucket(self) -> None:
         """Raise UserError if that is why nothing was listed; for other storage an empty list is all that is known."""
@@ -150,11 +166,14 @@ class Store:
         return path.removeprefix(self._opened[1]).lstrip("/")
 
     def is_file(self) -> bool:
-        """Whether the URI names a single file, not a folder."""
+        """Whether the URI names a single file, not a folder (nor, in object storage, both)."""
         filesystem, base = self._opened
         info = self.attempt("looked at", "", lambda: filesystem.get_file_info(base))
-        if info.type != pafs.FileType.File or not isinstance(filesystem, pafs.PyFileSystem):
+        if info.type != pafs.FileType.File or self.is_local:
             return info.type == pafs.FileType.File
+        if not isinstance(filesystem, pafs.PyFileSystem):
+            below = pafs.FileSelector(base, recursive=False, allow_not_found=True)
+            return not self.attempt("listed", "", lambda: filesystem.get_file_info(below))
         facts = self.attempt("looked at", "", lambda: filesystem.handler.fs.info(base))
         return facts.get("mimetype") != "text/html"  # by HTTP a folder is a page that lists it
 
@@ -250,7 +269,7 @@ class Store:
             except Exception as error:
                 if not isinstance(error, OSError) and isinstance(self._opened[0], pafs.LocalFileSystem | pafs.S3FileSystem):
                     raise  # ours; what fsspec's filesystems raise is of many kinds
-                cure = self._cure(error)
+                cure = self._cure(error, name)
                 if cure or attempt == tries - 1:
                     raise UserError(self._told(what, name, error, cure)) from error
             time.sleep(FIRST_PAUSE_SECONDS * 2**attempt * random.uniform(0.5, 1.5))
@@ -261,9 +280,11 @@ class Store:
         cure = cure or "see that the storage can be reached and is well, then go on"
         return f"{self.place(name)} cannot be {what}{tried} ({one_line(error)}); {cure}"
 
-    def _cure(self, error: Exception) -> str:
+    def _cure(self, error: Exception, name: str) -> str:
         """What a user can do where another try cannot help; "" where it may."""
         text = str(error)
+        for own in (name, self._opened[1]):  # a folder may be called Forbidden
+            text = text.replace(own, "") if own else text
         if "NO_SUCH_BUCKET" in text or "NoSuchBucket" in text or "Bucket '" in text and "not found" in text:
             return "there is no such bucket: check its name, the endpoint and the region"
         if isinstance(error, FileNotFoundError) or "NO_SUCH_KEY" in text or "RESOURCE_NOT_FOUND" in text:
@@ -337,10 +358,19 @@ def _open_s3(uri: str) -> tuple[pafs.FileSystem, str]:
 def _s3_settings(uri: str) -> tuple[str, dict]:
     """bucket/prefix, and what pyarrow's client is told."""
     parsed = urlsplit(uri, allow_fragments=False)
-    options = dict(parse_qsl(parsed.query))
+    options = dict(parse_qsl(parsed.query, keep_blank_values=True))
     unknown = set(options) - set(S3_OPTIONS)
-    if unknown or not parsed.netloc:
-        what = f"unknown option {min(unknown)!r}" if unknown else "there is no bucket in it"
+    empty = [name for name, value in options.items() if not value]
+    if unknown or empty or not parsed.netloc or options.get("anonymous", "true") not in ("true", "false"):
+        what = (
+            f"unknown option {min(unknown)!r} (a ? in a name is written %3F)"
+            if unknown
+            else f"option {empty[0]!r} has no value"
+            if empty
+            else "anonymous is true or false"
+            if parsed.netloc
+            else "there is no bucket in it"
+        )
         raise UserError(f"{uri.partition('?')[0]}: {what}; write s3://bucket/prefix, with options of {', '.join(S3_OPTIONS)}")
     profile = _profile()
     endpoint = options.get("endpoint_override") or next(
@@ -359,7 +389,7 @@ def _s3_settings(uri: str) -> tuple[str, dict]:
         with contextlib.suppress(OSError):  # one question to AWS; without an answer the client has its own default
             region = pafs.resolve_s3_region(parsed.netloc)
     return f"{parsed.netloc}{unquote(parsed.path)}".rstrip("/"), {
-        "anonymous": options.get("anonymous", "false").lower() == "true",
+        "anonymous": options.get("anonymous") == "true",
         "region": region,
         "scheme": options.get("scheme") or (named if mark else "https"),
         "endpoint_override": host.rstrip("/") or None,

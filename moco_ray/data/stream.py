@@ -18,6 +18,7 @@ How Ray 2.60 is used, and why (read in its source, and tried):
 
 import json
 import logging
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -35,8 +36,8 @@ from ray.exceptions import RayError
 from moco_ray.data.batch import BadRow, Batch
 from moco_ray.data.decode import BadImage, centre_crop, decode
 from moco_ray.data.on_ray import user_error
-from moco_ray.data.segment import Segments, Source, bad_row, segment_steps
-from moco_ray.data.shards import Manifest, read_chunk_rows
+from moco_ray.data.segment import Segments, Source, bad_row, segment_steps, side_by_side
+from moco_ray.data.shards import ChunkRows, Manifest, read_chunk_rows
 from moco_ray.plan import Plan
 from moco_ray.recipe import Recipe
 
@@ -130,9 +131,12 @@ def _labelled_rows(manifest: Manifest, recipe: Recipe, row_numbers: np.ndarray, 
     crops = np.zeros((len(rows), pixels, pixels, 3), np.uint8)
     labels, bad = np.zeros(len(rows), np.int64), [""] * len(rows)
     chunks, inner = manifest.locate(rows)
-    for chunk in np.unique(chunks).tolist():
-        places = np.flatnonzero(chunks == chunk)
-        found = read_chunk_rows(manifest, chunk, inner[places], recipe.evaluation.label_column)
+    wanted = [(chunk, np.flatnonzero(chunks == chunk)) for chunk in np.unique(chunks).tolist()]
+
+    def read(chunk: int, places: np.ndarray) -> ChunkRows:
+        return read_chunk_rows(manifest, chunk, inner[places], recipe.evaluation.label_column)
+
+    for (_, places), found in zip(wanted, side_by_side(read, manifest, wanted), strict=True):
         labels[places] = found.labels
         for place, encoded in zip(places.tolist(), found.encoded, strict=True):
             try:
@@ -205,9 +209,8 @@ def tasks_of_a_rank(data_cpus: float, ranks: int, is_local: bool) -> tuple[int, 
     would keep a CPU from the task of another, for whose step they wait. Hence half a claim, and a tenth left for
     evaluations, which run while training's tasks pause.
     """
-    share = max(data_cpus, 1) / ranks
-    tasks = max(1, int(share if is_local else 2 * share))
-    return tasks, 0.45 * share / tasks
+    share, per_cpu = max(data_cpus, 1) / ranks, 1 if is_local else 2
+    return max(1, int(share * per_cpu)), 0.45 / max(per_cpu, math.ceil(1 / share))  # whole numbers of them fill a CPU
 
 
 def in_order(work: Callable[[int], Iterator[Columns]], tasks: int, shape: Shape) -> Iterator[Columns]:
@@ -215,17 +218,22 @@ def in_order(work: Callable[[int], Iterator[Columns]], tasks: int, shape: Shape)
 
     All that a task yields has as many rows, except the very last. Raises the UserError that a task raised.
     """
-    parts = [range(first, min(first + TASKS_PER_PIPELINE, tasks)) for first in range(0, tasks, TASKS_PER_PIPELINE)]
+    starts = range(0, tasks, TASKS_PER_PIPELINE)
+
+    def part_of(index: int) -> range:
+        return range(starts[index], min(starts[index] + TASKS_PER_PIPELINE, tasks))
+
     start = partial(_start_pipeline, work, shape)
     with ThreadPoolExecutor(1, "next-pipeline") as thread:
-        following: Future | None = thread.submit(start, parts[0]) if parts else None
+        following: Future | None = thread.submit(start, part_of(0)) if starts else None
         try:
-            for index, part in enumerate(parts):
+            for index in range(len(starts)):
+                part = part_of(index)
                 blocks, following = following.result(), None
                 for columns in blocks:
                     late = columns["task"][0] >= part.stop - shape.tasks_in_flight  # all of this one are at work
-                    if late and following is None and index + 1 < len(parts):
-                        following = thread.submit(start, parts[index + 1])
+                    if late and following is None and index + 1 < len(starts):
+                        following = thread.submit(start, part_of(index + 1))
                     yield columns
         except RayError as error:
             if (mistake := user_error(error)) is not None:

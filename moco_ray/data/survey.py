@@ -174,8 +174,10 @@ def _tree_manifest(store: Store, entries: list[Entry]) -> Manifest:
 
 def _packed_manifest(store: Store, found: Found, image_column: str) -> Manifest:
     """What pack left, once the shards are seen to be those that it wrote, by name and size."""
-    facts = json.loads(store.read(PACKED))
-    written = {name: shard["bytes"] for name, shard in facts["shards"].items()}
+    try:
+        written = {name: shard["bytes"] for name, shard in json.loads(store.read(PACKED))["shards"].items()}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{store.place(PACKED)} is damaged; bring it back, or remove it to use the shards as they are") from error
     there = {entry.name: entry.bytes for entry in found.entries}
     if written != there:
         wrong = sorted(name for name in written.keys() | there.keys() if written.get(name) != there.get(name))
@@ -186,18 +188,18 @@ def _packed_manifest(store: Store, found: Found, image_column: str) -> Manifest:
         )
     if image_column != "image":
         raise UserError(f"{store.place('')} was packed: its images are in column 'image', not {image_column!r}")
-    with store.open(PACKED_MANIFEST) as file:
-        return Manifest.load(file, store.place(PACKED_MANIFEST)).at(store)
+    content = pa.BufferReader(store.read(PACKED_MANIFEST))
+    return Manifest.load(content, store.place(PACKED_MANIFEST)).at(store)
 
 
 def _cache_file(store: Store, found: Found, image_column: str) -> Path | None:
     """Where the manifest of exactly these files is kept on this machine; None where changes cannot be noticed."""
-    if not all(entry.version for entry in found.entries):
+    if not all(entry.version for entry in found.entries) or not (os.environ.get("XDG_CACHE_HOME") or os.environ.get("HOME")):
         return None
     digest = hashlib.sha256(f"{MANIFEST_VERSION} {store.uri} {image_column} {found.layout}".encode())
     for entry in found.entries:
         digest.update(f"\0{entry.name}\0{entry.bytes}\0{entry.version}".encode())
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     return home / "moco_ray" / "manifests" / f"{digest.hexdigest()[:32]}.parquet"
 
 

@@ -100,13 +100,12 @@ def read_samples(store: Store, name: str, offset: int, length: int) -> list[Samp
 def label_of(sample: Sample, label_column: str) -> int | None:
     """The whole number in `.cls`, or under `label_column` in `.json`; None if there is neither."""
     try:
-        if "cls" in sample.fields:
-            return int(sample.fields["cls"])
-        value = json.loads(sample.fields.get("json", b"null"))
+        value = int(sample.fields["cls"]) if "cls" in sample.fields else json.loads(sample.fields.get("json", b"null"))
     except ValueError:
         return None
     value = value.get(label_column) if isinstance(value, dict) else value
-    return value if isinstance(value, int) else None
+    whole = isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+    return value if whole else None
 
 
 def changed(store: Store, name: str, how: str) -> UserError:
