@@ -4,6 +4,7 @@ Three logical CPUs: where two ranks run, two are reserved as Train's workers do,
 """
 
 import io
+import json
 import os
 import shutil
 import tarfile
@@ -21,6 +22,7 @@ import ray
 import torch
 from PIL import Image
 
+from moco_ray.bench_input import as_text, bench_input, write_json
 from moco_ray.data import stream
 from moco_ray.data.decode import CROP_DRAWS, BadImage, centre_crop, decode, two_crops
 from moco_ray.data.draws import CROP, REPLACE, uniforms
@@ -352,3 +354,30 @@ def test_more_ranks_than_groups_are_refused_before_anything_starts(folder):
     source = source_of(folder / "good")
     with pytest.raises(UserError, match="more workers than the 4 BatchNorm groups"):
         next(stream.batches(source.manifest, source.recipe, source.plan, 5, 0, 0))
+
+
+def test_bench_input_measures_each_stage_and_says_which_holds_back(cluster, folder, tmp_path):
+    recipe = source_of(folder / "damaged", steps=10**9, augment={"image_pixels": 32}, data={"uri": str(folder / "damaged")}).recipe
+    result = bench_input(recipe, seconds=1.0, target_rate=5000.0)
+    assert list(result["stages"]) == ["fetch", "decode", "crop", "colour", "transport"]
+    for stage in result["stages"].values():
+        assert stage["milliseconds"] > 0 and stage["images_per_second"] == pytest.approx(1000 / stage["milliseconds"])
+    assert result["sampled_images"] == 1024 and 0 < result["bad_images"] < 30 and result["plane"]["images"] >= 256
+    write_json(result, tmp_path / "bench.json")
+    assert json.loads((tmp_path / "bench.json").read_text()) == json.loads(json.dumps(result))
+    with pytest.raises(UserError, match="cannot be written .*; name a file in a folder that exists"):
+        write_json(result, tmp_path / "none" / "bench.json")
+
+
+def test_the_report_of_bench_input_adds_its_figures_up():
+    stages = {"fetch": 0.5, "decode": 1.5, "crop": 1.0, "colour": 2.0, "transport": 0.2}
+    text = as_text({
+        "data": "s3://b/p", "layout": "tar", "rows": 1000, "mean_image_bytes": 100_000, "sampled_images": 100, "bad_images": 3,
+        "image_pixels": 224, "cores": 4, "target_images_per_second": 1500,
+        "stages": {n: {"milliseconds": ms, "images_per_second": 1000 / ms, "where": "here"} for n, ms in stages.items()},
+        "plane": {"images_per_second": 1280, "images": 9, "seconds": 1.0},
+    })  # fmt: skip
+    assert "the plane reaches 80% of what 4 cores could decode and crop" in text  # 1280 * 2.5 ms / 4
+    assert "a data task spends most on decode: 50% of its time" in text
+    assert "for 1,500 images/s: 4 cores like these for decode and crop, and 150 MB/s from the storage" in text
+    assert "warning: 3 of 100 images could not be decoded" in text

@@ -19,6 +19,7 @@ for 1 TB. Far beyond that, larger tasks and shards are called for.
 
 import hashlib
 import json
+import logging
 import re
 import sys
 import time
@@ -189,6 +190,7 @@ def _tasks(job: Job, work: Callable[[int], dict], numbers: list[int]) -> Iterato
     """Task and report, as tasks end. Raises the UserError that a task raised."""
     if not numbers:
         return
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what matters is raised; the job prints its own progress
     shared, expected = ray.put(work), job.identity["versions"]
 
     def run(block: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
