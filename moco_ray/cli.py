@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from moco_ray.errors import UserError
@@ -90,6 +91,23 @@ def _parser() -> argparse.ArgumentParser:
 
     plan.add_argument("--at-step", type=int, metavar="STEP", help="also tell what a resume at this step would open")
 
+    _data_commands(command)
+
+    evaluate = command(
+        "evaluate", _evaluate, "compare a run's backbone with raw pixels and the untrained encoder by kNN"
+    )
+    evaluate.add_argument("folder", metavar="RUN", help="run folder: storage/name")
+    evaluate.add_argument(
+        "--bank", metavar="URI", help="labelled images to look neighbours up in (the recipe's evaluation.bank_uri)"
+    )
+    evaluate.add_argument(
+        "--queries", metavar="URI", help="labelled images to classify (the recipe's evaluation.query_uri)"
+    )
+    return parser
+
+
+def _data_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Those about images alone."""
     pack = command("pack", _pack, "any data set to shuffled, checked Parquet shards; continues where it was interrupted")
     pack.add_argument("source", metavar="SOURCE", help="images, as for pretrain")
     pack.add_argument("target", metavar="TARGET", help="an empty or new folder or prefix")
@@ -113,18 +131,6 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("target", help="folder to write train/, validation/ and test/ into")
     demo.add_argument("--source", help="folder with Fashion-MNIST's four idx files, instead of looking for them")
     demo.add_argument("--drawn", action="store_true", help="draw the small generated set instead")
-
-    evaluate = command(
-        "evaluate", _evaluate, "compare a run's backbone with raw pixels and the untrained encoder by kNN"
-    )
-    evaluate.add_argument("folder", metavar="RUN", help="run folder: storage/name")
-    evaluate.add_argument(
-        "--bank", metavar="URI", help="labelled images to look neighbours up in (the recipe's evaluation.bank_uri)"
-    )
-    evaluate.add_argument(
-        "--queries", metavar="URI", help="labelled images to classify (the recipe's evaluation.query_uri)"
-    )
-    return parser
 
 
 def _recipe_arguments(parser: argparse.ArgumentParser) -> None:

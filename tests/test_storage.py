@@ -407,6 +407,14 @@ def test_a_reply_that_stalls_is_asked_for_again(faulty, monkeypatch):
     assert proxy.outcomes("GET")[0] == "stall" and time.monotonic() - begin < 10
 
 
+@pytest.mark.slow  # 17 seconds
+def test_a_stall_of_20_seconds_in_mid_body_is_not_sat_out_with_the_settings_of_the_product(faulty):
+    proxy, store = faulty
+    proxy.fault("GET", "/p/object", "stall", seconds=20)
+    assert store.read("object") == CONTENT
+    assert proxy.outcomes("GET")[0] == "stall" and len(proxy.outcomes("GET")) > 1
+
+
 def test_a_listing_goes_on_after_faults_too(faulty, pauses):
     proxy, store = faulty
     proxy.fault("GET", "list-type=2", "503", times=3)

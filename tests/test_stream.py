@@ -23,11 +23,13 @@ import torch
 from PIL import Image
 
 from moco_ray.bench_input import as_text, bench_input, write_json
-from moco_ray.data import stream
+from moco_ray.data import on_ray, stream, survey
 from moco_ray.data.decode import CROP_DRAWS, BadImage, centre_crop, decode, two_crops
 from moco_ray.data.draws import CROP, REPLACE, uniforms
+from moco_ray.data.listing import find_data
 from moco_ray.data.order import EpochOrder
 from moco_ray.data.segment import Segments, Source, segment_steps
+from moco_ray.data.storage import Store
 from moco_ray.data.survey import build_manifest
 from moco_ray.errors import UserError
 from moco_ray.plan import Plan
@@ -381,3 +383,23 @@ def test_the_report_of_bench_input_adds_its_figures_up():
     assert "a data task spends most on decode: 50% of its time" in text
     assert "for 1,500 images/s: 4 cores like these for decode and crop, and 150 MB/s from the storage" in text
     assert "warning: 3 of 100 images could not be decoded" in text
+
+
+@pytest.mark.parametrize("name", ["good", "tars"])
+def test_a_large_survey_by_tasks_of_ray_finds_what_threads_find(cluster, folder, tmp_path, monkeypatch, name):
+    store = Store.at(str(folder / name))
+    expected = survey.index_manifest(store, find_data(store), "image")
+    calls = []
+    monkeypatch.setattr(survey, "LARGE_FILES", 2)
+    monkeypatch.setattr(survey, "LARGE_TAR_BYTES", 1)
+    monkeypatch.setattr(survey, "FILES_PER_TASK", 4)
+    spread = lambda read, tasks: calls.append(len(tasks)) or on_ray.spread(read, tasks)  # noqa: E731
+    found = survey.index_manifest(store, find_data(store), "image", spread)
+    assert found == expected and found.names.to_pylist() == expected.names.to_pylist()
+    assert calls == [2 if name == "good" else 3], "six shards in tasks of four, three tars one by one"
+    monkeypatch.setattr(on_ray, "TASKS_IN_FLIGHT", 1)
+    (tmp_path / "a.tar").write_text("no tar at all, but long enough to be looked at" * 30)
+    broken = Store.at(str(tmp_path))
+    with pytest.raises(UserError, match="a.tar is no tar .*; write it again or remove it") as caught:
+        survey.index_manifest(broken, find_data(broken), "image", spread)
+    assert "\n" not in str(caught.value)

@@ -3,8 +3,9 @@
 Responsible for opening it, for listing, reading by range, writing whole or not at all, for bounded retries, and for
 naming the object, the cause and the cure when one fails. Not responsible for what lies in it (listing.py, shards.py).
 
-S3 goes through pyarrow's client (three times the rate of s3fs), everything else but local disks through fsspec.
-pyarrow gives up after three replies of 503 and forgives no reset in mid-body of a write: hence the tries of our own.
+S3 goes through pyarrow's client (three times the rate of s3fs, by the design notes), everything else but local disks
+through fsspec. pyarrow gives up after three replies of 503, and calls an upload failed whose last reply was lost: hence
+the tries and the second look of our own.
 """
 
 import contextlib
@@ -64,7 +65,8 @@ class Store:
 
         s3://bucket/prefix takes `?endpoint_override=host:port&scheme=http&region=..&anonymous=true`; otherwise the
         endpoint, region and credentials are the usual ones of AWS: variables, profile, role of the machine.
-        Raises UserError for an unknown scheme or option, and for credentials in the URI. Touches no network.
+        Raises UserError for an unknown scheme or option, and for credentials in the URI. Asks nobody, but for
+        AWS about a bucket's region where no endpoint and no region is named.
         """
         if not uri:
             raise UserError("no data set is named; give a folder or a URI, for example data.uri=/data/images")

@@ -63,8 +63,8 @@ def batches(
 
     Steps count over the whole run; epoch = step // steps_per_epoch. Crops are read-only views of Ray's object store
     where possible: never write into them, and let them go, for they hold its memory. Needs a running Ray, of which
-    `data_cpus` CPUs (all, by default) are for the data tasks of all ranks together. Raises UserError if a file cannot be read or nothing can replace a bad row, and
-    RuntimeError if rows arrive that the plan does not expect.
+    `data_cpus` CPUs (all, by default) are for the data tasks of all ranks together. Raises UserError if a file cannot
+    be read or nothing can replace a bad row, and RuntimeError if rows arrive that the plan does not expect.
     """
     plan.refuse_world(world)
     segments = Segments(plan, world, rank, start_step)
@@ -96,8 +96,8 @@ def labelled_images(
 
     Comes in the order of `row_numbers`, `batch_rows` rows at a time, less the bad ones (a batch may be empty). Rising
     row numbers read each chunk once or twice; a shuffled order reads a row group again in every task that needs it.
-    `ranks` call this side by side, each for its own rows. Labels of a tree number its own class folders: compare `Manifest.classes` before labels of two sets are compared.
-    Raises UserError if a file cannot be read or has no such labels.
+    `ranks` call this side by side, each for its own rows. Labels of a tree number its own class folders: compare
+    `Manifest.classes` before labels of two sets are compared. Raises UserError if a file cannot be read or has no such labels.
     """
     row_numbers = np.asarray(row_numbers, np.int64)
     task_rows = batch_rows * max(1, EVALUATION_TASK_ROWS // batch_rows)
@@ -192,8 +192,8 @@ class Shape(NamedTuple):
     def bytes_held(self) -> int:
         """What a pipeline aims to keep in the object store; more, and memory grows with what is to come.
 
-        Fewer blocks slow it down: with 2 tasks, 2 blocks cost a fifth of the rate, 8 cost nothing. The store holds up
-        to 10 for each task in flight in any case (see Plan.object_store_bytes).
+        Fewer blocks slow it down: in one run with 2 tasks, 2 blocks cost a fifth of the rate, 8 cost nothing. The store
+        holds up to 10 for each task in flight in any case (see Plan.object_store_bytes).
         """
         return (4 + 4 * self.tasks_in_flight) * self.bytes
 
