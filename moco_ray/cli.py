@@ -17,7 +17,10 @@ CPU_QUIET = {  # set before torch and Ray are imported: what they print is not f
     "RAY_TRAIN_V2_ENABLED": "1",
     "PYTHONWARNINGS": "ignore::FutureWarning",
 }
+OWN_WORDS = {"RAY_DEDUP_LOGS_SKIP_REGEX": ".*"}  # what Ray prints of lost processes and nodes; events.py says it in a line
 
+
+WORKERS = "Ray Train workers, at most one for each BatchNorm group; 2:16 for as many as the cluster has room for"
 
 GOES_ON = {  # after Ctrl-C
     **dict.fromkeys(("pretrain", "resume"), "; `moco-ray resume RUN` goes on from the newest checkpoint"),
@@ -35,7 +38,7 @@ def main(words: list[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
     if rest:
         arguments.overrides += rest
-    for name, value in CPU_QUIET.items():
+    for name, value in (CPU_QUIET if arguments.debug else CPU_QUIET | OWN_WORDS).items():
         os.environ.setdefault(name, value)
     try:
         arguments.run(arguments)
@@ -65,17 +68,15 @@ def _parser() -> argparse.ArgumentParser:
 
     pretrain = command("pretrain", _pretrain, "start a run")
     _recipe_arguments(pretrain)
+    pretrain.add_argument("--workers", default="1", metavar="N|MIN:MAX", help=WORKERS + " (1)")
     pretrain.add_argument(
-        "--workers", type=int, default=1, help="Ray Train workers, at most one for each BatchNorm group (1)"
-    )
-    pretrain.add_argument(
-        "--storage", default="runs", help="folder that holds the run folders; on a cluster a shared one (runs)"
+        "--storage", default="runs", help="folder or URI that holds the run folders; on a cluster a shared one (runs)"
     )
     pretrain.add_argument("--name", help="name of the run folder (the recipe's file name)")
 
     resume = command("resume", _resume, "go on from a run's newest checkpoint, with any number of workers")
     resume.add_argument("folder", metavar="RUN", help="run folder: storage/name")
-    resume.add_argument("--workers", type=int, help="Ray Train workers (as many as carried it last)")
+    resume.add_argument("--workers", metavar="N|MIN:MAX", help=WORKERS + " (as before)")
     resume.add_argument("--data", metavar="URI", help="the same images at another place: data.uri")
     resume.add_argument(
         "overrides",
@@ -155,28 +156,32 @@ def _pretrain(arguments: argparse.Namespace) -> None:
     recipe = _read_recipe(arguments)
     folder = RunFolder.at(arguments.storage, arguments.name or Path(arguments.recipe).stem)
     from moco_ray import launch  # takes seconds to import, so mistakes in the recipe are told before
+    from moco_ray.plan import Workers
 
-    _say(f"run folder: {folder.path}", f"watch it:   tensorboard --logdir {folder.tensorboard}")
-    launch.pretrain(recipe, folder, arguments.workers, arguments.debug)
+    workers = Workers.of(arguments.workers)
+    _say(f"run folder: {folder.place}", f"watch it:   tensorboard --logdir {folder.store.place('tensorboard')}")
+    launch.pretrain(recipe, folder, workers, arguments.debug)
     _finished(folder)
 
 
 def _resume(arguments: argparse.Namespace) -> None:
-    from moco_ray.checkpoint import newest, step_of
+    from moco_ray.checkpoint import newest
     from moco_ray.run_folder import RunFolder
 
     folder = RunFolder.existing(arguments.folder)
-    last = newest(folder.checkpoints)
-    where = f"step {step_of(last)}" if last else "step 0: no checkpoint was written before the run stopped"
-    _say(f"resuming {folder.path} from {where}", f"watch it:   tensorboard --logdir {folder.tensorboard}")
+    last = newest(folder.store)
+    where = f"step {last.step}" if last else "step 0: no checkpoint was written before the run stopped"
+    _say(f"resuming {folder.place} from {where}", f"watch it:   tensorboard --logdir {folder.store.place('tensorboard')}")
     from moco_ray import launch
+    from moco_ray.plan import Workers
 
-    launch.resume(folder, arguments.workers, _overrides(arguments), arguments.debug)
+    workers = Workers.of(arguments.workers) if arguments.workers else None
+    launch.resume(folder, workers, _overrides(arguments), arguments.debug)
     _finished(folder)
 
 
 def _finished(folder) -> None:
-    _say(f"finished. checkpoints: {folder.checkpoints}", f"curves:     {folder.curves}")
+    _say(f"finished. checkpoints: {folder.store.place('checkpoints')}", f"curves:     {folder.store.place('curves.png')}")
 
 
 def _show_plan(arguments: argparse.Namespace) -> None:

@@ -11,3 +11,7 @@ class UserError(ValueError):
 
 class NonFinite(UserError):
     """A loss or gradient was not finite: nothing was changed at that step and the run stopped."""
+
+
+class StorageFailing(UserError):
+    """The storage does not answer as it should, after all tries: later it may, without anybody doing anything."""

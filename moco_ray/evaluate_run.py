@@ -10,7 +10,6 @@ from moco_ray.evaluate.features import backbone_of, describe_set, labelled_sets,
 from moco_ray.evaluate.table import as_json, as_markdown, as_text, compare
 from moco_ray.learner import Learner
 from moco_ray.ranks import Ranks
-from moco_ray.recipe import Recipe
 from moco_ray.run_folder import RunFolder
 from moco_ray.session import lazily_spread, ray_session
 
@@ -24,17 +23,17 @@ def evaluate_run(folder: RunFolder, bank_uri: str | None, query_uri: str | None,
     checkpoint or no labelled sets are named.
     """
     overrides = [f"evaluation.{key}={uri}" for key, uri in (("bank_uri", bank_uri), ("query_uri", query_uri)) if uri]
-    recipe = Recipe.read(folder.recipe, [*overrides, "evaluation.neighbours=1"])  # the table has its own
+    recipe = folder.recipe([*overrides, "evaluation.neighbours=1"])  # the table has its own
     if not recipe.evaluation.bank_uri:
         raise UserError("no labelled sets: give --bank FOLDER and --queries FOLDER")
-    last = checkpoint.newest(folder.checkpoints)
+    last = checkpoint.newest(folder.store)
     if last is None:
         raise UserError(
-            f"{folder.path} has no checkpoint yet; wait for the first, or finish the run with `moco-ray resume`"
+            f"{folder.place} has no checkpoint yet; wait for the first, or finish the run with `moco-ray resume`"
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     untrained, trained = Learner.new(recipe, device), Learner.new(recipe, device)
-    trained.load_state_dict(checkpoint.load(last)[0])
+    trained.load_state_dict(checkpoint.load(folder.store, last)[0])
     descriptions = {
         "raw pixels": raw_pixels,
         "untrained encoder": backbone_of(untrained.f_q.eval(), recipe, device),
@@ -57,8 +56,7 @@ def evaluate_run(folder: RunFolder, bank_uri: str | None, query_uri: str | None,
         about += f"; {bank.left_out + queries.left_out} images could not be read and are left out"
     if len(usable) < len(NEIGHBOURS):
         about += f"; no k = {NEIGHBOURS[-1]}, the bank is too small for it"
-    (folder.path / "evaluation.json").write_text(
-        json.dumps({"about": about, "checkpoint": last.name, "step": trained.step, "rows": as_json(rows)}, indent=1)
-    )
-    (folder.path / "evaluation.md").write_text(f"{as_markdown(rows)}\n\n{about}\n")
+    found = {"about": about, "checkpoint": last.name, "step": trained.step, "rows": as_json(rows)}
+    folder.store.write("evaluation.json", json.dumps(found, indent=1).encode())
+    folder.store.write("evaluation.md", f"{as_markdown(rows)}\n\n{about}\n".encode())
     return f"{as_text(rows)}\n({about})"

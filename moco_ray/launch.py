@@ -1,15 +1,16 @@
-"""Runs the loop under Ray Train: the only place that knows ray.train.
+"""Runs the loop under Ray Train: the one place that knows it, but for the process group (process_group.py).
 
-Responsible for the driver (checks before Ray starts, a local Ray or the cluster, the trainer, the progress bar) and for
-the worker's function that puts ranks, data, learner and outputs together. Not responsible for what a step does.
+Responsible for the driver (checks before Ray starts, a local Ray or the cluster, the trainer), for what a failure of the
+workers leads to, and for telling a rank what Ray Train knows. Not responsible for what a rank does (worker.py) nor for what
+is written and shown (desk.py).
 """
 
-import contextlib
+import logging
 import os
 import sys
-import threading
+import tempfile
 import time
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 import ray
@@ -17,88 +18,87 @@ import ray.train
 import ray.train.torch
 import torch
 
-from moco_ray import checkpoint
-from moco_ray.data import order
+from moco_ray import attempts, checkpoint
+from moco_ray.board import start_board
+from moco_ray.checkpoint import Saved
+from moco_ray.cluster import forget, living, recount, wait_until_noticed
 from moco_ray.data.shards import Manifest
-from moco_ray.data.stream import batches
+from moco_ray.data.storage import Store
 from moco_ray.data.survey import Spread, build_manifest
-from moco_ray.errors import UserError
-from moco_ray.evaluate.curves import draw_curves
-from moco_ray.evaluate.features import LabelledSet, labelled_sets, watch_knn
-from moco_ray.learner import Learner
+from moco_ray.desk import Desk
+from moco_ray.errors import StorageFailing, UserError
+from moco_ray.evaluate.features import LabelledSet, labelled_sets
+from moco_ray.events import DIED
+from moco_ray.lease import Lease
+from moco_ray.lookout import Notice
 from moco_ray.method.encoder import refuse_emulated_precision
-from moco_ray.monitor import Monitor
-from moco_ray.plan import Plan
+from moco_ray.monitor import Journal
+from moco_ray.plan import Plan, Workers
+from moco_ray.process_group import ProcessGroup
 from moco_ray.progress import Progress
-from moco_ray.ranks import Ranks
 from moco_ray.recipe import Recipe
-from moco_ray.run_folder import RunFolder, code_version, told_as_user_error
-from moco_ray.session import lazily_spread, ray_session
-from moco_ray.train import Outputs, train
+from moco_ray.run_folder import RunFolder
+from moco_ray.session import Room, lazily_spread, ray_session
+from moco_ray.worker import Job, Place, carry
 
-POLL_SECONDS = 0.5
-
-
-@ray.remote(num_cpus=0)
-class Board:
-    """Carries entries from rank 0 to the driver's progress bar, wherever the two run."""
-
-    def __init__(self):
-        self._entries: list[dict[str, Any]] = []
-
-    def tell(self, entry: dict[str, Any]) -> None:
-        self._entries.append(entry)
-
-    def take(self) -> list[dict[str, Any]]:
-        entries, self._entries = self._entries, []
-        return entries
+FAILURES = 5  # in a row without a step forward: then the run stops, for it is not the machines
+OUTAGE_SECONDS = 900.0  # that a storage may fail without a step forward
+NOTICED_SECONDS = 30.0  # for Ray's head to notice that a node is gone
+# Parts of what gloo and NCCL say on a rank whose peer is gone
+OF_A_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted")
+QUICK = {  # Ray Train's own defaults notice a failure after up to a minute more
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1",
+    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",  # for machines that Ray Train believes to be there; then it looks again
+    "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "60",  # for a process that does not answer at all
+}
 
 
-def pretrain(recipe: Recipe, folder: RunFolder, workers: int, debug: bool = False) -> RunFolder:
-    """Start a new run and carry it to its end. Raises UserError for all that a user can cure."""
+def pretrain(recipe: Recipe, folder: RunFolder, workers: Workers, debug: bool = False) -> None:
+    """Carry a run to its end: a new one, or this very one from its newest checkpoint, if it was cut off.
+
+    Raises UserError for all that a user can cure.
+    """
     recipe = recipe.at_absolute_paths()
-    with lazily_spread(workers, debug) as spread:
+    with lazily_spread(workers.most, debug) as spread:
         surveyed = survey(recipe, spread)
-        surveyed.plan.refuse_world(workers)
-        folder.refuse_if_taken(recipe)
-        for warning in [*surveyed.plan.warnings(), *surveyed.manifest.warnings]:
-            print(f"warning: {warning}", file=sys.stderr)
-        folder.create(recipe, surveyed.plan, surveyed.manifest)
-        _carry(surveyed, folder, workers, debug)
-    return folder
+        surveyed.plan.refuse_world(workers.most)
+        with Lease.acquire(folder.store, _say) as lease:
+            if folder.holds(recipe, surveyed.manifest):
+                if _finished(folder, surveyed):
+                    _say(f"{folder.place} holds this run, and it is finished: nothing to do; another --name starts a new one")
+                    return
+                _say_where(folder)
+                folder.update(recipe, surveyed.manifest)
+            else:
+                for warning in [*surveyed.plan.warnings(), *surveyed.manifest.warnings]:
+                    _say(f"warning: {warning}")
+                folder.create(recipe, surveyed.plan, surveyed.manifest)
+            _carry(surveyed, folder, workers, lease, debug)
 
 
-def resume(folder: RunFolder, workers: int | None, overrides: list[str], debug: bool = False) -> RunFolder:
+def resume(folder: RunFolder, workers: Workers | None, overrides: list[str], debug: bool = False) -> None:
     """Carry a run on from its newest checkpoint, with any number of workers from one to its BN groups.
 
     None: as many as carried it last.
     """
-    workers = folder.last_workers() if workers is None else workers
-    started = Recipe.read(folder.recipe)
-    recipe = Recipe.read(folder.recipe, overrides).at_absolute_paths()
+    workers = workers or folder.last_workers()
+    started = folder.recipe()
+    recipe = folder.recipe(overrides).at_absolute_paths()
     if recipe.fingerprint() != started.fingerprint():
         raise UserError(
             f"a resumed run must compute the same; this would change {'; '.join(recipe.differences(started))}. Start a new run "
             "for that (what may change: run.* but the seed, evaluation.*, data.uri, data.max_bad_rows_fraction)"
         )
-    held = Manifest.load(folder.manifest)
-    last = checkpoint.newest(folder.checkpoints)
-    with lazily_spread(workers, debug) as spread:
+    with lazily_spread(workers.most, debug) as spread:
         surveyed = survey(recipe, spread)
-        manifest, plan = surveyed.manifest, surveyed.plan
-        plan.refuse_world(workers)
-        if held.fingerprint != manifest.fingerprint:
-            raise UserError(
-                f"the data at {recipe.data.uri} is not what the run began with ({manifest.rows} rows, {held.rows} then; "
-                f"fingerprint {manifest.fingerprint}, {held.fingerprint} then); bring it back, or start a new run"
-            )
-        if last and checkpoint.step_of(last) >= plan.total_steps:
-            raise UserError(f"{folder.path} is finished: all {plan.total_steps} steps are done")
-        if last:
-            checkpoint.refuse_other(last, checkpoint.about_of(last), recipe.fingerprint(), manifest.fingerprint)
-        folder.update(recipe, manifest)
-        _carry(surveyed, folder, workers, debug)
-    return folder
+        surveyed.plan.refuse_world(workers.most)
+        folder.refuse_other_data(surveyed.manifest, recipe.data.uri)
+        if _finished(folder, surveyed):
+            raise UserError(f"{folder.place} is finished: all {surveyed.plan.total_steps} steps are done")
+        with Lease.acquire(folder.store, _say) as lease:
+            folder.update(recipe, surveyed.manifest)
+            _carry(surveyed, folder, workers, lease, debug)
 
 
 class Surveyed(NamedTuple):
@@ -120,152 +120,214 @@ def survey(recipe: Recipe, spread: Spread | None = None) -> Surveyed:
     return Surveyed(manifest, plan, labelled_sets(recipe, spread=spread) if recipe.evaluation.bank_uri else None)
 
 
-def _carry(surveyed: Surveyed, folder: RunFolder, workers: int, debug: bool) -> None:
-    plan = surveyed.plan
-    with folder.locked(), ray_session(workers, debug) as room:
-        last = checkpoint.newest(folder.checkpoints)
-        start = checkpoint.step_of(last) if last else 0
-        folder.add_attempt(workers, start)
-        board, progress = Board.remote(), Progress(plan, start)
-        stop = threading.Event()
-        watcher = threading.Thread(target=_watch, args=(board, progress, stop), daemon=True)
-        watcher.start()
-        trainer = ray.train.torch.TorchTrainer(
-            _worker,
-            train_loop_config={"run": str(folder.path), "board": board, "room": room, "sets": surveyed.sets},
-            scaling_config=ray.train.ScalingConfig(
-                num_workers=workers,
-                use_gpu=room.gpus > 0,
-                resources_per_worker={"CPU": room.worker_cpus, **({"GPU": 1} if room.gpus else {})},
-            ),
-            torch_config=ray.train.torch.TorchConfig(timeout_s=600),
-            run_config=ray.train.RunConfig(
-                # Ray's own bookkeeping; a name used once, for Ray takes up an old one without being asked.
-                name=f"attempt-{time.strftime('%Y%m%dT%H%M%S')}",
-                storage_path=str(folder.path / "ray"),
-                logging_config=ray.train.LoggingConfig(log_level="INFO" if debug else "CRITICAL"),
-                worker_runtime_env={"env_vars": {"RAY_CHDIR_TO_TRIAL_DIR": "0"}},
-            ),
-        )
+def _finished(folder: RunFolder, surveyed: Surveyed) -> bool:
+    """Whether all steps are done. Raises UserError if the newest checkpoint is of another recipe or data set."""
+    last = checkpoint.newest(folder.store)
+    if last is None:
+        return False
+    checkpoint.refuse_other(
+        folder.store.place(last.name), last.about, surveyed.plan.recipe.fingerprint(), surveyed.manifest.fingerprint
+    )
+    return last.step >= surveyed.plan.total_steps
+
+
+def _carry(surveyed: Surveyed, folder: RunFolder, workers: Workers, lease: Lease, debug: bool) -> None:
+    plan, run = surveyed.plan, folder.store
+    last = checkpoint.newest(run)
+    start = last.step if last else 0
+    with ray_session(workers, debug) as room:
+        if request := folder.last_request():
+            forget(request)
+        board = start_board(max(attempts.numbers(run), default=0) + 1)
+        journal = Journal(run, plan, start)
+        progress = Progress(plan, start)
         try:
-            trainer.fit()
-        except ray.train.TrainingFailedError as error:
-            raise _cause(error, folder, debug) from error
-        except SystemExit as error:  # Ray Train's answer to Ctrl-C, once its workers are gone
-            raise KeyboardInterrupt from error
+            with Desk(board, journal, progress, plan, lease, lambda: room.words(workers)):
+                _fit(Job(run.uri, str(workers), board, surveyed.sets), folder, workers, room, debug)
+            journal.draw(run.uri.rstrip("/").rpartition("/")[2])
         finally:
-            stop.set()
-            watcher.join()
             progress.close()
-    draw_curves(folder.metrics, folder.curves, folder.path.name)
+            journal.close()
+
+
+def _fit(job: Job, folder: RunFolder, workers: Workers, room: Room, debug: bool) -> None:
+    """Run the workers until they have finished. Raises what stopped them for good."""
+    for name, value in QUICK.items():
+        os.environ.setdefault(name, value)
+    failures = 0
+    while True:
+        began, error = time.monotonic(), None
+        # Ray Train's own bookkeeping, in which checkpoints are pointers to ours: on this node's disk, so that no storage can
+        # fail its controller, and new each time, for it takes up what it finds without being asked.
+        with tempfile.TemporaryDirectory(prefix="moco-ray-train-", ignore_cleanup_errors=True) as notes:
+            trainer = _trainer(job, notes, workers, room, debug)
+            folder.remember_request(trainer.train_run_context.run_id)
+            try:
+                trainer.fit()
+            except ray.train.TrainingFailedError as failure:
+                error = failure
+            except SystemExit as exit_:  # Ray Train's answer to Ctrl-C, once its workers are gone
+                raise KeyboardInterrupt from exit_
+        if (fatal := ray.get(job.board.fatal.remote())) is not None:
+            raise fatal
+        if error is None:
+            return
+        # What is left is the controller's own: a process group that could not be made, a storage that failed it. Another one
+        # may do better.
+        failures = failures + 1 if time.monotonic() - began < 60 else 1
+        if not isinstance(error, ray.train.ControllerError) or failures >= FAILURES:
+            raise _cause(error, folder, debug) from error
+        ray.get(job.board.post.remote({"kind": "failed", "causes": {0: f"Ray Train's controller: {_one_line(error)}"}}))
+
+
+def _trainer(job: Job, notes: str, workers: Workers, room: Room, debug: bool) -> ray.train.torch.TorchTrainer:
+    return ray.train.torch.TorchTrainer(
+        _worker,
+        train_loop_config={"job": job, "room": room},
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=(workers.least, workers.most) if workers.elastic else workers.most,
+            elastic_resize_monitor_interval_s=2,
+            use_gpu=room.on_gpus,
+            resources_per_worker=room.claim,
+        ),
+        torch_config=ProcessGroup(timeout_s=600),
+        run_config=ray.train.RunConfig(
+            name="notes",
+            storage_path=notes,
+            failure_config=ray.train.FailureConfig(max_failures=-1),
+            callbacks=[_Guard(job.board, set(living()))],
+            logging_config=ray.train.LoggingConfig(log_level="INFO" if debug else "CRITICAL"),
+            worker_runtime_env={"env_vars": {"RAY_CHDIR_TO_TRIAL_DIR": "0"}},
+        ),
+    )
 
 
 def _worker(config: dict[str, Any]) -> None:
     """One rank of a run: what Ray Train calls in each of its processes."""
-    folder = RunFolder(Path(config["run"]))
-    device = ray.train.torch.get_device()
-    if device.type == "cpu":
-        torch.set_num_threads(config["room"].worker_cpus)
-    ranks = Ranks.current(device)
-    recipe, manifest = Recipe.read(folder.recipe), Manifest.load(folder.manifest)
-    refuse_emulated_precision(recipe.encoder, device)
-    plan, learner = Plan(recipe, manifest.rows), Learner.new(recipe, device)
-    about = {
-        "recipe_fingerprint": recipe.fingerprint(),
-        "data_fingerprint": manifest.fingerprint,
-        "order_version": order.VERSION,
-        "recipe": recipe.toml(),
-        "plan": plan.facts(),
-        "code": code_version(),
-    }
-    restore(learner, folder, about, ranks)
-
-    def tell(entry: dict[str, Any]) -> None:
-        config["board"].tell.remote(entry)
-
-    with told_as_user_error(folder.path):
-        monitor = Monitor(folder.path, plan, ranks, learner.step, tell)
-
-    def record(entry: dict[str, Any], bad: list) -> None:
-        with told_as_user_error(folder.path):
-            monitor.record(entry, bad)
-
-    def save(learner: Learner) -> None:
-        with monitor.paused(), told_as_user_error(folder.path):
-            monitor.flush()
-            save_on_first(learner, folder, about, recipe, ranks)
-
-    def evaluate(learner: Learner) -> dict[str, float]:
-        with monitor.paused():
-            return watch_knn(learner.f_q, config["sets"], recipe, ranks)
-
-    rows = batches(manifest, recipe, plan, ranks.world, ranks.rank, learner.step, config["room"].data_cpus)
-    if device.type != "cpu":
-        rows = (batch._replace(crops=batch.crops.to(device)) for batch in rows)
-    try:
-        train(learner, monitor.timed(rows), plan, ranks, Outputs(record, save, evaluate))
-    finally:
-        with contextlib.suppress(OSError):  # what stopped the run is the error to tell
-            monitor.close()
+    room: Room = config["room"]
+    node = ray.get_runtime_context().get_node_id()
+    name = next((n["NodeName"] or n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node), node[:8])
+    place = Place(ray.train.torch.get_device(), name, room.worker_cpus, room.data_cpus, _notice, partial(_point, config["job"].run))
+    carry(config["job"], place)
 
 
-def restore(learner: Learner, folder: RunFolder, about: dict[str, Any], ranks: Ranks) -> None:
-    """Load the newest checkpoint, if there is one, and see that all ranks stand at the same point. Collective."""
-    last = checkpoint.newest(folder.checkpoints)
-    if last is not None:
-        state, held = checkpoint.load(last)
-        checkpoint.refuse_other(last, held, about["recipe_fingerprint"], about["data_fingerprint"])
-        learner.load_state_dict(state)
-    start = torch.cat([learner.queue.fingerprint(), learner.queue.fingerprint().new_tensor([learner.step])])
-    if not ranks.same_on_all(start):
-        raise UserError(
-            f"the workers do not see the same checkpoints in {folder.checkpoints}; the storage must be one that all nodes share"
+def _notice() -> Notice | None:
+    """Whether machines of workers are about to be taken away. A collective of Ray Train's."""
+    info = ray.train.get_preemption_info()
+    if info is None:
+        return None
+    return Notice(tuple(info.preempted_ranks), info.deadline_ms / 1000 if info.deadline_ms else None)
+
+
+def _point(run: str, saved: Saved, is_first: bool) -> None:
+    """Tell Ray Train of a checkpoint that is whole, for its own records and tasks. A collective; does not wait for Ray.
+
+    A pointer: the path is the checkpoint's name without `.pt`. Ray keeps all of them, for what it does not keep it deletes.
+    """
+    filesystem, path = Store(run).filesystem()
+    there = ray.train.Checkpoint(f"{path}/{saved.name}", filesystem) if is_first else None
+    ray.train.report(
+        {"step": saved.step, "attempt": saved.attempt, "sha256": saved.sha256, "bytes": saved.bytes},
+        checkpoint=there,
+        checkpoint_dir_name=saved.name.rpartition("/")[2],
+        checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
+        delete_local_checkpoint_after_upload=False,
+        checkpoint_upload_fn=_as_it_is,
+    )
+
+
+def _as_it_is(pointer: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
+    """Ray's upload of a checkpoint, which is in the storage already."""
+    return pointer
+
+
+class _Guard(ray.train.UserCallback):
+    """In Ray Train's controller, between a failure of workers and the decision what is started again.
+
+    An exception here ends the run at once: that is how a mistake that no restart cures does.
+    """
+
+    def __init__(self, board, nodes: set[str]):
+        """`nodes`: ids of those that live now."""
+        self._board, self._nodes = board, nodes
+        self._best, self._failures, self._best_at = 0, 0, time.monotonic()
+
+    def after_exception(self, run_context, worker_exceptions: dict[int, Exception]) -> None:
+        causes = {rank: _one_line(error) for rank, error in worker_exceptions.items()}
+        ray.get(self._board.post.remote({"kind": "failed", "causes": causes}))
+        fatal = ray.get(self._board.fatal.remote())
+        if fatal is None and not self._lost_a_machine():
+            fatal = self._give_up(worker_exceptions, causes)
+        if fatal is not None:
+            ray.get(self._board.stop.remote(fatal))
+            raise RuntimeError("the run cannot go on; the driver tells why")
+
+    def _lost_a_machine(self) -> bool:
+        """Whether that was it. Waits until Ray knows, so that the workers are started on what is left."""
+        try:
+            wait_until_noticed(NOTICED_SECONDS)
+            before, self._nodes = self._nodes, set(living())
+            recount()
+            return not before <= self._nodes
+        except Exception:  # whatever it is, here it would end the run, and it only makes the restart slower
+            logging.getLogger(__name__).warning("Ray Train may restart with an old view of the cluster", exc_info=True)
+            return False
+
+    def _give_up(self, errors: dict[int, Exception], causes: dict[int, str]) -> UserError | None:
+        """What ends the run, if it has failed too often without a step forward."""
+        reached = max((pulse.step for pulse in ray.get(self._board.pulses.remote()).values()), default=0)
+        if reached > self._best:
+            self._best, self._failures, self._best_at = reached, 0, time.monotonic()
+        failing = next((e for e in map(_user_error, errors.values()) if isinstance(e, StorageFailing)), None)
+        if failing is not None:
+            return UserError(str(failing)) if time.monotonic() - self._best_at > OUTAGE_SECONDS else None
+        self._failures += 1
+        if self._failures < FAILURES:
+            return None
+        rank, cause = min(causes.items())
+        return UserError(
+            f"the run stopped: the workers failed {FAILURES} times in a row without a step forward, the last time at step "
+            f"{reached}: worker {rank}: {cause}. `moco-ray resume` goes on from the newest checkpoint; with --debug the whole "
+            "story is shown"
         )
 
 
-def save_on_first(learner: Learner, folder: RunFolder, about: dict[str, Any], recipe: Recipe, ranks: Ranks) -> None:
-    """Rank 0 writes the checkpoint; a failure is raised on every rank, so that none waits for the others. Collective."""
-    if not ranks.same_on_all(learner.queue.fingerprint()):
-        raise RuntimeError(
-            f"the queue differs between ranks at step {learner.step}; this is a fault in moco_ray, or in memory"
-        )
-    failure = None
-    if ranks.is_first:
-        try:
-            checkpoint.save(folder.checkpoints, learner.step, learner.state_dict(), about, recipe.run.keep_checkpoints)
-        except UserError as error:
-            failure = error
-    failure = ranks.gather_objects(failure)[0]
-    if failure is not None:
-        raise failure
+def _user_error(error: BaseException | None) -> UserError | None:
+    """The user's error inside what Ray raises, if there is one."""
+    while error is not None:
+        if isinstance(error, UserError):
+            return type(error)(str(error.args[0]).strip()) if error.args else error
+        error = getattr(error, "cause", None) or error.__cause__
+    return None
 
 
-def _watch(board, progress: Progress, stop: threading.Event) -> None:
-    while True:
-        last_round = stop.is_set()
-        try:
-            for entry in ray.get(board.take.remote(), timeout=10):
-                progress.show(entry)
-        except (ray.exceptions.RayError, TimeoutError):
-            pass  # the bar is a comfort; the run's own errors arrive through the trainer
-        if last_round:
-            return
-        stop.wait(POLL_SECONDS)
+def _one_line(error: BaseException) -> str:
+    """What happened, without Ray's advice and tracebacks."""
+    text = (str(_user_error(error) or error).strip() or repr(error)).splitlines()
+    inner = getattr(error, "health_check_failure", error)  # of Ray Train's poll
+    if isinstance(inner, ray.exceptions.RayActorError):
+        return DIED
+    if isinstance(inner, ray.exceptions.GetTimeoutError):
+        return "it does not answer"
+    last = text[-1].strip()
+    return "another worker was lost" if any(word in last for word in OF_A_PEER) else last
 
 
 def _cause(error: ray.train.TrainingFailedError, folder: RunFolder, debug: bool) -> Exception:
-    """The user's error inside what Ray raises; otherwise what happened in one line, or with `debug` Ray's error."""
-    failures = getattr(error, "worker_failures", {}) or {}
-    for failure in failures.values():
-        seen: BaseException | None = failure
-        while seen is not None:
-            if isinstance(seen, UserError):
-                return type(seen)(str(seen.args[0]).strip()) if seen.args else seen
-            seen = getattr(seen, "cause", None) or seen.__cause__
+    """What happened in one line, or with `debug` Ray's error."""
     if debug:
         return error
-    last = (str(next(iter(failures.values()), error)).strip() or repr(error)).splitlines()[-1]
     return UserError(
-        f"the run stopped: {last}. `moco-ray resume {folder.path}` goes on from the newest checkpoint; with --debug the "
-        "whole story is shown"
+        f"the run stopped: {_one_line(error)}. `moco-ray resume {folder.place}` goes on from the newest checkpoint; with --debug "
+        "the whole story is shown"
     )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _say_where(folder: RunFolder) -> None:
+    last = checkpoint.newest(folder.store)
+    reached = f"its newest checkpoint is of step {last.step}" if last else "it has no checkpoint yet"
+    _say(f"{folder.place} holds this run ({reached}): going on with it; another --name starts a new one")

@@ -1,25 +1,26 @@
-"""What a person watches: scalars to TensorBoard and metrics.jsonl, rates, waits, the quarantine list.
+"""What a run tells, written down: scalars and events to TensorBoard and JSON lines, and the quarantine list.
 
-Not here: what is measured in a step (train.py) and the progress bar, which lives with the driver
-(progress.py) and is fed by `tell`.
+One writer: the driver, who alone holds the run's lease (lease.py), so that a worker that was cut off cannot write into
+them. Not here: what is measured (train.py, meter.py), and what is said at the terminal (progress.py, events.py).
 """
 
 import contextlib
 import json
 import math
 import os
-import resource
+import shutil
+import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from moco_ray.data.batch import BadRow, Batch
+from moco_ray.data.batch import BadRow
+from moco_ray.data.storage import Store
+from moco_ray.errors import UserError
+from moco_ray.evaluate.curves import draw_curves
 from moco_ray.plan import Plan
-from moco_ray.ranks import Ranks
 
 GROUPS = {  # card group in TensorBoard of each scalar
     "loss": "learning/loss",
@@ -36,109 +37,184 @@ GROUPS = {  # card group in TensorBoard of each scalar
     "input_wait_share": "input/wait_share",
     "bad_rows": "input/bad_rows",
     "peak_memory_bytes": "system/peak_memory_bytes",
+    "workers": "system/workers",
+    "restarts": "system/restarts",
+    "steps_recomputed": "system/steps_recomputed",
+    "seconds_lost": "system/seconds_lost",
 }
-NOT_REPRODUCIBLE = ("images_per_second", "input_wait_share", "peak_memory_bytes", "wall_time")  # times and rates
+# Times, rates, and who carried the step
+NOT_REPRODUCIBLE = ("images_per_second", "input_wait_share", "peak_memory_bytes", "workers", "attempt", "wall_time")
+JSON_LINES = ("metrics.jsonl", "quarantine.jsonl", "events.jsonl")
+SYNC_SECONDS = 20.0  # between two copies to object storage; longer once the files are large
+BYTES_A_SECOND = 1 << 20  # that these copies may take of the network, on average
+EVENT_FILE_BYTES = 4 << 20  # a new TensorBoard file after so many: object storage cannot append
 
 
-class Monitor:
-    """Writes what the loop records; rank 0 writes, all ranks call. `tell` gets every entry (the progress bar)."""
+class Journal:
+    """The written record of a run, one line a step and kind, however often the step is computed.
 
-    def __init__(self, run: Path, plan: Plan, ranks: Ranks, start_step: int, tell: Callable[[dict], None]):
-        self._run, self._plan, self._ranks, self._tell = run, plan, ranks, tell
-        self._waited, self._paused = 0.0, 0.0
-        self._last_time, self._last_step = time.perf_counter(), start_step
-        self._writers: dict[str, SummaryWriter] = {}
-        if ranks.is_first:
-            for name in ("metrics.jsonl", "quarantine.jsonl"):
-                _cut_after(run / name, start_step)
-            purge = start_step + 1  # takes back the points that an interrupted attempt wrote past its checkpoint
-            self._writers = {
-                "run": SummaryWriter(str(run / "tensorboard"), purge_step=purge, flush_secs=20),
-                # A second small run under the same tag, so that chance is a line beside the loss.
-                "chance": SummaryWriter(str(run / "tensorboard" / "chance"), purge_step=purge, flush_secs=20),
-            }
-            if not start_step:
-                self._writers["run"].add_text("recipe", f"```\n{plan.recipe.toml()}\n```", 0)
+    In a local run folder it appends in place. For any other storage it writes into a temporary folder, and `sync` copies
+    what has changed. `sync` is what makes it durable: a checkpoint is complete only after it.
+    """
 
-    def timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches; the time spent waiting for them is counted."""
-        while True:
-            began = time.perf_counter()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            self._waited += time.perf_counter() - began
-            yield batch
+    def __init__(self, run: Store, plan: Plan, safe_step: int):
+        """`safe_step`: of the newest checkpoint, up to which the record was complete when that was written."""
+        self._run, self._plan = run, plan
+        self.folder = Path(run.uri) if run.is_local else Path(tempfile.mkdtemp(prefix="moco-ray-"))
+        self._sent: dict[str, int] = {}  # bytes of each file that the storage has
+        self._synced_at, self._unsent_bytes = time.monotonic(), 0
+        if not run.is_local:
+            self._fetch()
+        entries = _repair(self.folder / "metrics.jsonl")
+        _repair(self.folder / "events.jsonl")
+        self.last_step = max((e["step"] for e in entries if "loss" in e), default=0)
+        self.last_evaluated = max((e["step"] for e in entries if "knn_top1" in e), default=-1)
+        # Bad rows are written before the line that counts them: those of a line that never came are taken back.
+        _repair(self.folder / "quarantine.jsonl", self.last_step)
+        self._open_writers(safe_step + 1)  # takes back points that a driver which died may or may not have written ..
+        for entry in entries:
+            if entry["step"] > safe_step:  # .. and writes them again from the lines that are there
+                self._draw(entry)
+        if not entries:
+            self._writers["run"].add_text("recipe", f"```\n{plan.recipe.toml()}\n```", 0)
 
-    @contextlib.contextmanager
-    def paused(self):
-        """Time in here (checkpoints, evaluation) is not counted into the training rate."""
-        began = time.perf_counter()
-        yield
-        self._paused += time.perf_counter() - began
+    def record(self, entry: dict[str, Any], bad: list[tuple[int, BadRow]]) -> bool:
+        """One set of scalars at entry["step"], and the bad rows since the one before. False if it was written before.
 
-    def record(self, entry: dict[str, Any], bad: list[tuple[int, BadRow]]) -> None:
-        """One set of scalars at entry["step"]; bad rows of all ranks go to quarantine.jsonl. Collective."""
-        if "loss" in entry:
-            entry = {**entry, **self._rates(entry["step"])}
-        if not self._ranks.is_first:
+        A step that is computed again after a restart gives the same numbers, but for the order of sums: the first stay.
+        """
+        last = self.last_evaluated if "knn_top1" in entry else self.last_step
+        if entry["step"] <= last:
+            return False
+        if "knn_top1" in entry:
+            self.last_evaluated = entry["step"]
+        else:
+            self.last_step = entry["step"]
+        self._append("quarantine.jsonl", [self._quarantined(epoch, row) for epoch, row in bad])
+        self._append("metrics.jsonl", [{**entry, "wall_time": time.time()}])
+        self._draw(entry)
+        return True
+
+    def event(self, kind: str, step: int, text: str, **facts: Any) -> None:
+        """Something happened: one line of plain words, and the counters as they are now."""
+        self._append("events.jsonl", [{"wall_time": time.time(), "kind": kind, "step": step, "text": text, **facts}])
+        self._writers["run"].add_text("events", text, step)
+        for name in ("restarts", "steps_recomputed", "seconds_lost"):
+            if name in facts:
+                self._writers["run"].add_scalar(GROUPS[name], facts[name], step)
+
+    def sync(self) -> None:
+        """Bring all that was written to the storage. Raises UserError if it does not take it; nothing is lost then."""
+        for writer in self._writers.values():
+            writer.flush()
+        self._synced_at, self._unsent_bytes = time.monotonic(), 0
+        if self._run.is_local:
+            for name in JSON_LINES:
+                _to_disk(self.folder / name)
             return
-        if bad:
-            with (self._run / "quarantine.jsonl").open("a") as file:
-                file.writelines(json.dumps(self._quarantined(epoch, row)) + "\n" for epoch, row in bad)
-        with (self._run / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({**entry, "wall_time": time.time()}) + "\n")
+        for path in sorted(p for p in self.folder.rglob("*") if p.is_file()):
+            name, size = path.relative_to(self.folder).as_posix(), path.stat().st_size
+            if self._sent.get(name) != size:
+                content = path.read_bytes()
+                self._run.write(name, content)
+                self._sent[name] = len(content)
+                self._unsent_bytes += len(content)
+        for kind, writer in list(self._writers.items()):  # what is sent again whole at each copy must stay small
+            if sum(p.stat().st_size for p in self._event_files(writer)[-1:]) > EVENT_FILE_BYTES:
+                writer.close()
+                _wait_for_a_new_second(Path(writer.log_dir))
+                self._writers[kind] = SummaryWriter(writer.log_dir, flush_secs=20)
+
+    def sync_if_due(self) -> None:
+        """`sync`, every now and then; what it cannot write now it tries again next time."""
+        wait = max(SYNC_SECONDS, self._unsent_bytes / BYTES_A_SECOND)
+        if time.monotonic() - self._synced_at > wait:
+            with contextlib.suppress(UserError):
+                self.sync()
+
+    def draw(self, title: str) -> None:
+        """Draw curves.png from all lines."""
+        draw_curves(self.folder / "metrics.jsonl", self.folder / "curves.png", title)
+        self.sync()
+
+    def close(self) -> None:
+        """Sync a last time, as far as the storage lets."""
+        with contextlib.suppress(UserError, OSError):  # what stopped the run is the error to tell
+            self.sync()
+        with contextlib.suppress(OSError):
+            for writer in self._writers.values():
+                writer.close()
+        if not self._run.is_local:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _open_writers(self, purge: int) -> None:
+        """TensorBoard reads files in the order of their names, which begin with the second in which they were opened."""
+        folder = self.folder / "tensorboard"
+        _wait_for_a_new_second(folder)
+        self._writers = {
+            "run": SummaryWriter(str(folder), purge_step=purge, flush_secs=20),
+            # A second small run under the same tag, so that chance is a line beside the loss.
+            "chance": SummaryWriter(str(folder / "chance"), purge_step=purge, flush_secs=20),
+        }
+
+    def _event_files(self, writer: SummaryWriter) -> list[Path]:
+        return sorted(Path(writer.log_dir).glob("events.*"), key=lambda path: path.stat().st_mtime_ns)
+
+    def _draw(self, entry: dict[str, Any]) -> None:
         for name, tag in GROUPS.items():
             if name in entry:
                 self._writers["run"].add_scalar(tag, entry[name], entry["step"])
         if "loss" in entry:
             self._writers["chance"].add_scalar(GROUPS["loss"], entry["chance_loss"], entry["step"])
-        self._tell(entry)
+
+    def _append(self, name: str, entries: list[dict[str, Any]]) -> None:
+        if entries:
+            with (self.folder / name).open("a") as file:
+                file.writelines(json.dumps(entry) + "\n" for entry in entries)
 
     def _quarantined(self, epoch: int, row: BadRow) -> dict[str, Any]:
         step = epoch * self._plan.steps_per_epoch + row.position // self._plan.recipe.batch.global_batch_size
         return {"step": step + 1, "epoch": epoch, **row._asdict()}
 
-    def _rates(self, step: int) -> dict[str, float]:
-        now = time.perf_counter()
-        elapsed = now - self._last_time - self._paused
-        steps = step - self._last_step
-        waited = self._ranks.sum(torch.tensor([self._waited], dtype=torch.float64, device=self._ranks.device))
-        self._waited, self._paused, self._last_time, self._last_step = 0.0, 0.0, now, step
-        return {
-            "images_per_second": steps * self._plan.recipe.batch.global_batch_size / elapsed,
-            "input_wait_share": min(1.0, float(waited) / self._ranks.world / elapsed),  # mean over ranks
-            "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,  # of rank 0
-        }
-
-    def flush(self) -> None:
-        """Bring TensorBoard's files up to date, so that a checkpoint never runs ahead of its curves."""
-        for writer in self._writers.values():
-            writer.flush()
-
-    def close(self) -> None:
-        for writer in self._writers.values():
-            writer.close()
+    def _fetch(self) -> None:
+        for name in JSON_LINES:
+            if self._run.size(name) is not None:
+                content = self._run.read(name)
+                (self.folder / name).write_bytes(content)
+                self._sent[name] = len(content)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The entries of a metrics.jsonl file; a last line cut off by a crash is left out."""
+    """The entries of a file of JSON lines; a last line cut off by a crash is left out. [] if there is none."""
     entries = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text().splitlines() if path.exists() else []:
         with contextlib.suppress(json.JSONDecodeError):
             entries.append(json.loads(line))
     return entries
 
 
-def _cut_after(path: Path, step: int) -> None:
-    """Take back the lines of steps after `step`, which an interrupted attempt wrote past its checkpoint."""
-    if not path.exists():
-        return
-    kept = [json.dumps(entry) + "\n" for entry in read_metrics(path) if entry["step"] <= step]
-    part = path.with_suffix(".part")
-    part.write_text("".join(kept))
-    os.replace(part, path)
+def _repair(path: Path, last_step: float = math.inf) -> list[dict[str, Any]]:
+    """The entries of a file up to `last_step`, which from now on holds them alone, each with its end of line."""
+    entries = [entry for entry in read_metrics(path) if entry["step"] <= last_step]
+    whole = "".join(json.dumps(entry) + "\n" for entry in entries)
+    if path.exists() and path.read_text() != whole:
+        part = path.with_suffix(".part")
+        part.write_text(whole)
+        os.replace(part, path)
+    return entries
+
+
+def _wait_for_a_new_second(folder: Path) -> None:
+    """Until a file opened now sorts behind those that are there; not for long, if another machine's clock is ahead."""
+    last, now = max((int(path.name.split(".")[3]) for path in folder.rglob("events.*")), default=0), time.time()
+    if last >= int(now):
+        time.sleep(min(last + 1 - now, 2.0))
+
+
+def _to_disk(path: Path) -> None:
+    if path.exists():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def duration(seconds: float) -> str:

@@ -5,6 +5,7 @@ The only place where numbers are derived. Pure: no torch, no files, no processes
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moco_ray.errors import UserError
 from moco_ray.recipe import Recipe
@@ -17,6 +18,32 @@ def groups_of_rank(groups: int, world: int, rank: int) -> range:
     base, extra = divmod(groups, world)
     start = rank * base + min(rank, extra)
     return range(start, start + base + (rank < extra))
+
+
+class Workers(NamedTuple):
+    """How many Ray Train workers may carry a run."""
+
+    most: int
+    least: int = 0  # 0: exactly `most`, for which Ray waits
+
+    @classmethod
+    def of(cls, words: str) -> "Workers":
+        """"4" for four, "2:16" for as many of two to sixteen as there is room for. Raises UserError."""
+        least, colon, most = words.partition(":")
+        try:
+            found = cls(int(most), int(least)) if colon else cls(int(least))
+        except ValueError:
+            raise UserError(f"--workers {words}: give a number, as 4, or the fewest and the most, as 2:16") from None
+        if found.most < 1 or (colon and not 1 <= found.least <= found.most):
+            raise UserError(f"--workers {words}: at least one worker is needed, and the fewest come first")
+        return found
+
+    @property
+    def elastic(self) -> bool:
+        return self.least > 0
+
+    def __str__(self) -> str:
+        return f"{self.least}:{self.most}" if self.elastic else str(self.most)
 
 
 @dataclass(frozen=True)

@@ -18,32 +18,48 @@ class Progress:
     def __init__(self, plan: Plan, start_step: int, out: TextIO = sys.stderr):
         self._plan, self._total, self._epochs, self._out = plan, plan.total_steps, plan.epochs, out
         self._step_seconds, self._last_line, self._knn = 0.0, -LINE_SECONDS, ""
+        self._safe_step, self._reached = start_step, start_step
         self._bar = None
         if out.isatty():
             shape = "{percentage:3.0f}%|{bar:20}| {desc}"
             self._bar = tqdm(total=self._total, initial=start_step, file=out, bar_format=shape, dynamic_ncols=True)
             self._bar.set_description_str(f"step {start_step}/{self._total} · starting workers")
 
-    def show(self, entry: dict[str, Any]) -> None:
-        """One entry: training scalars, or an evaluation, which stays on show."""
-        if "knn_top1" in entry:
+    def show(self, entry: dict[str, Any], new: bool = True) -> None:
+        """One entry: training scalars, or an evaluation, which stays on show. Not `new`: computed before a restart too."""
+        if "knn_top1" in entry and new:
             self._knn = f" · kNN {entry['knn_top1']:.1%}"
-            self._write(f"step {entry['step']}: kNN {entry['knn_top1']:.1%} top-1 (features of the backbone)")
+            self.say(f"step {entry['step']}: kNN {entry['knn_top1']:.1%} top-1 (features of the backbone)")
         if "loss" not in entry:
             return
+        self._reached = max(self._reached, entry["step"])
         where = f"epoch {entry['epoch']:.2f}/{self._epochs:.4g} · step {entry['step']}/{self._total}"
+        if not new:
+            where += f" again, up to {self._reached}"
         state = (
             f"loss {entry['loss']:.3f} (chance {entry['chance_loss']:.2f}) · {entry['images_per_second']:.0f} img/s · "
             f"input wait {entry['input_wait_share']:.0%} · {duration(self._left(entry))} left{self._knn}"
         )
         if entry.get("queue_fill", 1.0) < 1.0:
             state += f" · queue {entry['queue_fill']:.0%} full"
+        state += f" · safe at {self._safe_step}"
         if self._bar is not None:
-            self._bar.n = entry["step"]
+            self._bar.n = self._reached
             self._bar.set_description_str(f"{where} · {state}")
         elif time.monotonic() - self._last_line > LINE_SECONDS or entry["step"] == self._total:
             self._last_line = time.monotonic()
-            self._write(f"{where} · {state}")
+            self.say(f"{where} · {state}")
+
+    def safe(self, step: int) -> None:
+        """The step of the newest checkpoint: what a failure now would go back to."""
+        self._safe_step = step
+
+    def say(self, line: str) -> None:
+        """One line that stays, above the bar."""
+        if self._bar is not None:
+            self._bar.write(line, file=self._out)
+        else:
+            print(line, file=self._out, flush=True)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -54,9 +70,3 @@ class Progress:
         now = self._plan.recipe.batch.global_batch_size / entry["images_per_second"]
         self._step_seconds = 0.7 * self._step_seconds + 0.3 * now if self._step_seconds else now
         return self._step_seconds * (self._total - entry["step"])
-
-    def _write(self, line: str) -> None:
-        if self._bar is not None:
-            self._bar.write(line, file=self._out)
-        else:
-            print(line, file=self._out, flush=True)

@@ -5,13 +5,28 @@ the process group came about (Ray Train's TorchConfig, or a test).
 """
 
 import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+
+class Waits:
+    """Seconds that this rank's host spent in collectives of the forward pass: for others to come, and for the transfer."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    @contextlib.contextmanager
+    def counted(self):
+        began = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - began
 
 
 @dataclass(frozen=True)
@@ -21,6 +36,7 @@ class Ranks:
     rank: int = 0
     world: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    waits: Waits = field(default_factory=Waits, compare=False)
 
     @classmethod
     def current(cls, device: torch.device | str = "cpu") -> "Ranks":
@@ -71,7 +87,8 @@ class Ranks:
         padded = rows.new_zeros((most, *rows.shape[1:]))
         padded[: len(rows)] = rows
         everyone = rows.new_empty((self.world * most, *rows.shape[1:]))
-        dist.all_gather_single(everyone, padded)
+        with self.waits.counted():
+            dist.all_gather_single(everyone, padded)
         if min(counts) == most:
             return everyone
         return torch.cat([everyone[r * most : r * most + n] for r, n in enumerate(counts)])
@@ -81,8 +98,14 @@ class Ranks:
         if self.world == 1:
             return rows
         arrived = rows.new_empty((sum(receive), *rows.shape[1:]))
-        dist.all_to_all_single(arrived, rows.contiguous(), list(receive), list(send))
+        with self.waits.counted():
+            dist.all_to_all_single(arrived, rows.contiguous(), list(receive), list(send))
         return arrived
+
+    def expect_answers_within(self, seconds: float) -> None:
+        """From now on a collective that takes longer raises on the ranks that wait, instead of waiting for ever."""
+        if self.world > 1:
+            dist.set_timeout(timedelta(seconds=seconds))
 
     def same_on_all(self, values: Tensor) -> bool:
         """Whether an integer tensor is equal on all ranks. Waits for the device."""

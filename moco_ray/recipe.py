@@ -178,7 +178,9 @@ class Run(Section):
     memory_format: Literal["contiguous", "channels_last"] = "channels_last"
     log_every_steps: int = Field(10, ge=1)
     checkpoint_every_steps: int = Field(1000, ge=1)
+    checkpoint_every_minutes: float = Field(10.0, ge=0.0)  # at the latest, since the last; 0: by steps alone
     keep_checkpoints: int = Field(3, ge=1)
+    hang_timeout_seconds: float = Field(120.0, gt=0.0)  # a silent worker is given up, or after 20 times the first step
 
 
 class Recipe(Section):
@@ -211,12 +213,21 @@ class Recipe(Section):
         if not path.is_file():
             raise UserError(f"no recipe at {path}; the presets lie in jobs/, for example jobs/moco_v2_imagenet.toml")
         try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
             raise UserError(f"{path} is not valid TOML: {error}") from error
+        return cls.of_text(text, str(path), overrides)
+
+    @classmethod
+    def of_text(cls, text: str, source: str, overrides: list[str] | tuple[str, ...] = ()) -> "Recipe":
+        """The same from TOML as text; `source` is what messages call it."""
+        try:
+            values = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise UserError(f"{source} is not valid TOML: {error}") from error
         for override in overrides:
             _apply(values, override)
-        return cls.parse(values, source=str(path))
+        return cls.parse(values, source=source)
 
     @classmethod
     def of_overrides(cls, overrides: list[str]) -> "Recipe":

@@ -8,23 +8,47 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ray
 
 from moco_ray.data.on_ray import spread
 from moco_ray.data.survey import Spread
 from moco_ray.errors import UserError
+from moco_ray.plan import Workers
 
 SPARE_CPUS = 2  # for the data tasks of a local Ray; they share the cores with the workers
+# Of a CPU, that each worker of an elastic run claims and leaves to data tasks: Ray takes as many workers as fit, and none must
+# fill a machine. A quarter is exact in binary, as Ray's own division of it must be.
+LEFT_FOR_DATA = 0.25
 
 
 class Room(NamedTuple):
-    """What a Ray has for a run."""
+    """What a Ray has for a run, and what each worker of it takes."""
 
-    worker_cpus: int  # of each worker
-    gpus: int  # in all
-    data_cpus: int  # in all
+    worker_cpus: int  # threads of each worker
+    claim: dict[str, float]  # Ray's resources for one worker
+
+    @property
+    def on_gpus(self) -> bool:
+        return self.claim.get("GPU", 0) > 0
+
+    def data_cpus(self, workers: int) -> float:
+        """CPUs that are left for data tasks beside so many workers, in the cluster as it is now. Raises UserError for none."""
+        left = ray.cluster_resources().get("CPU", 0.0) - workers * self.claim["CPU"]
+        if left <= 0:
+            raise UserError(
+                f"{workers} workers take all CPUs of the Ray cluster, and none is left for reading data; use fewer --workers, or "
+                "a cluster with more CPUs"
+            )
+        return left
+
+    def words(self, workers: Workers) -> str:
+        """Whether so many workers would find room now, for people."""
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        fit = sum(int(min(node.get(kind, 0) / amount for kind, amount in self.claim.items())) for node in nodes)
+        each = " and ".join(f"{amount:g} {kind}" for kind, amount in self.claim.items())
+        return f"the cluster has room for {fit} of at least {workers.least or workers.most}, each with {each}"
 
 
 @contextlib.contextmanager
@@ -40,12 +64,14 @@ def lazily_spread(workers: int, debug: bool = False) -> Iterator[Spread]:
 
 
 @contextlib.contextmanager
-def ray_session(workers: int, debug: bool = False) -> Iterator[Room]:
+def ray_session(workers: int | Workers, debug: bool = False) -> Iterator[Room]:
     """A Ray with room for the workers and their data tasks.
 
     The cluster where there is one (RAY_ADDRESS, or inside `ray job submit`); otherwise a local Ray, which is
-    stopped again. Its logical CPUs are more than the cores: the data tasks share them with the workers.
+    stopped again. Its logical CPUs are more than the cores: the data tasks share them with the workers. A cluster
+    without room is refused, but for an elastic run, which waits for machines to come.
     """
+    workers = Workers(workers) if isinstance(workers, int) else workers
     logging.getLogger("ray").setLevel(logging.INFO if debug else logging.ERROR)
     common = {"log_to_driver": debug, "logging_level": "INFO" if debug else "ERROR", "ignore_reinit_error": True}
     ours = not ray.is_initialized()
@@ -58,24 +84,35 @@ def ray_session(workers: int, debug: bool = False) -> Iterator[Room]:
                 f"no Ray cluster answers at RAY_ADDRESS {address}; start it, or unset the variable"
             ) from error
     elif ours:
-        each = max(1, len(os.sched_getaffinity(0)) // workers)
-        ray.init("local", num_cpus=workers * each + max(SPARE_CPUS, workers), include_dashboard=False, **common)
+        each = max(1, len(os.sched_getaffinity(0)) // workers.most)
+        ray.init("local", num_cpus=workers.most * each + max(SPARE_CPUS, workers.most), include_dashboard=False, **common)
     try:
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        gpus, cpus = (int(sum(node.get(kind, 0) for node in nodes)) for kind in ("GPU", "CPU"))
-        # On a cluster a quarter of the CPUs is left for reading data; the local Ray was made with its spare ones.
-        spare = max(SPARE_CPUS, workers, cpus // 4 if os.environ.get("RAY_ADDRESS") else 0)
-        each = max(1, (cpus - spare) // workers) if not gpus else 1
-        while each > 1 and sum(int(node.get("CPU", 0)) // each for node in nodes) < workers:
-            each -= 1  # a worker's CPUs must lie on one node
-        if cpus < workers * each + 1:
-            raise UserError(
-                f"the Ray cluster has {cpus} CPUs: {workers} workers of {each} leave none for reading data, and the run would wait "
-                "for ever; use fewer --workers, or a cluster with more CPUs"
-            )
-        if 0 < gpus < workers:
-            raise UserError(f"the Ray cluster has {gpus} GPUs for {workers} workers; use at most {gpus} --workers")
-        yield Room(each, gpus, cpus - workers * each)
+        yield _room([node["Resources"] for node in ray.nodes() if node["Alive"]], workers)
     finally:
         if ours:
             ray.shutdown()
+
+
+def _room(nodes: list[dict[str, Any]], workers: Workers) -> Room:
+    """What each worker gets on these nodes. Raises UserError if a run that cannot wait has no room."""
+    gpus, cpus = (int(sum(node.get(kind, 0) for node in nodes)) for kind in ("GPU", "CPU"))
+    on_cluster, most = bool(os.environ.get("RAY_ADDRESS")), workers.most
+    # On a cluster a quarter of the CPUs is left for reading data; the local Ray was made with its spare ones.
+    spare = max(SPARE_CPUS, most, cpus // 4 if on_cluster else 0)
+    each = max(1, (cpus - spare) // most) if not gpus else 1
+    while each > 1 and sum(int(node.get("CPU", 0)) // each for node in nodes) < most:
+        each -= 1  # a worker's CPUs must lie on one node
+    claim: dict[str, float] = {"CPU": each, **({"GPU": 1} if gpus else {})}
+    if workers.elastic and on_cluster:
+        return Room(each, claim | {"CPU": each + (0 if gpus else LEFT_FOR_DATA)})
+    if cpus < most * each + 1:
+        raise UserError(
+            f"the Ray cluster has {cpus} CPUs: {most} workers of {each} leave none for reading data, and the run would wait "
+            "for ever; use fewer --workers, a cluster with more CPUs, or --workers FEWEST:MOST to wait for machines to come"
+        )
+    if 0 < gpus < most:
+        raise UserError(
+            f"the Ray cluster has {gpus} GPUs for {most} workers; use at most {gpus} --workers, or --workers FEWEST:MOST to wait "
+            "for machines to come"
+        )
+    return Room(each, claim)

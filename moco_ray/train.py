@@ -30,11 +30,12 @@ MEANS = ("loss", "top1", "top5", "positive_similarity", "negative_similarity", "
 
 
 class Outputs(NamedTuple):
-    """What the loop hands out. Every rank calls all three, at the same steps."""
+    """What the loop hands out. Every rank calls all of them, at the same steps."""
 
     record: Callable[[dict[str, Any], list[tuple[int, BadRow]]], None]  # scalars, and bad rows with their epoch
     save: Callable[[Learner], None]
     evaluate: Callable[[Learner], dict[str, float]]
+    completed: Callable[[int], bool] = lambda step: False  # after each step: whether to save though none is due
 
 
 class Settled(NamedTuple):
@@ -87,6 +88,7 @@ def train(learner: Learner, batches: Iterator[Batch], plan: Plan, ranks: Ranks, 
         sums = sums + scores
         settled.append(Settled(step, batch.epoch, healthy, losses, batch.positions, place))
         saving, evaluating = due(learner.step, plan)
+        saving = outputs.completed(learner.step) or saving
         if learner.step % recipe.run.log_every_steps == 0 or saving or evaluating:  # only now does the host look
             refuse_non_finite(learner, settled, ranks)
             means = dict(zip(MEANS, (sums / len(settled)).tolist(), strict=True))

@@ -1,15 +1,17 @@
 """What a user gets wrong, and what they read then: one line with the cure, exit code 2, before Ray starts."""
 
 import io
+import json
 from pathlib import Path
 from unittest import mock
 
 import pytest
 from PIL import Image
 
-from moco_ray.checkpoint import save
+from moco_ray.checkpoint import pack, save
 from moco_ray.cli import main
-from moco_ray.learner import Learner
+from moco_ray.data import order
+from moco_ray.data.storage import Store
 from moco_ray.plan import Plan
 from moco_ray.progress import Progress
 from moco_ray.recipe import Recipe
@@ -74,7 +76,12 @@ PRETRAIN = ("pretrain", "small.toml", "--data", "images")
         ((*PRETRAIN, "batch.global_batch_size=16"), "12 rows, fewer than batch.global_batch_size 16"),
         ((*PRETRAIN, "--workers", "5"), "more workers than the 4 BatchNorm groups"),
         ((*PRETRAIN, "--workers", "0"), "at least one worker"),
-        ((*PRETRAIN, "--storage", "s3://bucket"), "only folders are supported as storage yet"),
+        ((*PRETRAIN, "--workers", "3:2"), "the fewest come first"),
+        ((*PRETRAIN, "--workers", "0:2"), "at least one worker"),
+        ((*PRETRAIN, "--workers", "1:5"), "more workers than the 4 BatchNorm groups"),
+        ((*PRETRAIN, "--workers", "few"), "give a number, as 4, or the fewest and the most, as 2:16"),
+        ((*PRETRAIN, "--storage", "nowhere://runs"), "nowhere"),
+        ((*PRETRAIN, "--storage", "s3://key:secret@bucket/runs"), "credentials in a URI"),
         ((*PRETRAIN, "--name", "a/b"), "must be a folder name"),
         ((*PRETRAIN, "--name", "images", "--storage", "."), "is not empty and no run folder"),
         ((*PRETRAIN, "evaluation.bank_uri=images"), "give both or neither"),
@@ -108,25 +115,54 @@ def started(place) -> Path:
     return place / "runs" / "small"
 
 
-def test_a_run_folder_that_holds_a_run_is_refused_and_says_how_to_go_on(place, capsys):
+def test_the_same_command_again_goes_on_with_its_run_and_another_recipe_is_refused(place, capsys):
     run = started(place)
     assert {"recipe.toml", "plan.json", "run.json", "manifest.parquet"} <= {p.name for p in run.iterdir()}
+    began = (run / "run.json").read_text()
     capsys.readouterr()
-    assert f"moco-ray resume {run}" in refused(capsys, *PRETRAIN)
+    started(place)
+    assert f"{run} holds this run (it has no checkpoint yet): going on with it" in capsys.readouterr().err
+    assert (run / "run.json").read_text() == began
     other = refused(capsys, *PRETRAIN, "contrast.temperature=0.5")
     assert "another recipe (contrast.temperature: 0.2, not 0.5)" in other
+    Path("images/a/11.png").unlink()
+    assert "is not what the run" in refused(capsys, *PRETRAIN)
 
 
-def test_resume_refuses_another_recipe_changed_data_and_a_finished_run(place, capsys):
+def test_a_folder_with_something_else_in_it_is_refused(place, capsys):
+    (place / "runs" / "small").mkdir(parents=True)
+    (place / "runs" / "small" / "thesis.doc").write_text("")
+    assert "is not empty and no run folder (it holds thesis.doc)" in refused(capsys, *PRETRAIN)
+
+
+def checkpointed(run: Path, step: int, recipe_fingerprint: str) -> None:
+    """A whole checkpoint of an empty state."""
+    about = {
+        "recipe_fingerprint": recipe_fingerprint,
+        "data_fingerprint": json.loads((run / "run.json").read_text())["data_fingerprint"],
+        "order_version": order.VERSION,
+    }
+    save(Store(str(run)), step, 1, pack({}, about), about, keep=1)
+
+
+def test_a_finished_run_is_left_alone_by_both_commands(place, capsys):
+    run = started(place)
+    checkpointed(run, 3, Recipe.read(run / "recipe.toml").fingerprint())
+    capsys.readouterr()
+    with mock.patch("moco_ray.launch._carry") as carry:
+        assert main([*PRETRAIN]) == 0
+    assert not carry.called and "it is finished: nothing to do" in capsys.readouterr().err
+    assert "is finished: all 3 steps are done" in refused(capsys, "resume", str(run))
+
+
+def test_resume_refuses_another_recipe_changed_data_and_another_s_checkpoint(place, capsys):
     run = started(place)
     capsys.readouterr()
     assert "contrast.temperature: 0.5, not 0.2" in refused(capsys, "resume", str(run), "contrast.temperature=0.5")
-    recipe = Recipe.read(run / "recipe.toml")
-    save(run / "checkpoints", 3, Learner.new(recipe).state_dict(), {"recipe_fingerprint": "other"}, keep=1)
-    assert "is finished: all 3 steps are done" in refused(capsys, "resume", str(run))
-    (run / "checkpoints" / "step-000000003.json").unlink()
+    checkpointed(run, 2, "other")
+    assert "was made with recipe other" in refused(capsys, "resume", str(run))
     Path("images/a/11.png").unlink()
-    assert "is not what the run began with (11 rows, 12 then" in refused(capsys, "resume", str(run))
+    assert "began with (11 rows, 12 then" in refused(capsys, "resume", str(run))
 
 
 def test_resume_takes_run_settings_and_the_data_at_another_place(place):
@@ -134,10 +170,10 @@ def test_resume_takes_run_settings_and_the_data_at_another_place(place):
     Path("images").rename("moved")
     with mock.patch("moco_ray.launch._carry") as carry:
         assert main(["resume", str(run), "--data", "moved", "run.log_every_steps=2", "--workers", "2"]) == 0
-    surveyed, folder, workers, _ = carry.call_args.args
+    surveyed, folder, workers, *_ = carry.call_args.args
     recipe = surveyed.plan.recipe
-    assert (recipe.run.log_every_steps, recipe.data.uri, workers) == (2, str(place / "moved"), 2)
-    assert Recipe.read(run / "recipe.toml") == recipe and folder.path == run
+    assert (recipe.run.log_every_steps, recipe.data.uri, workers.most) == (2, str(place / "moved"), 2)
+    assert Recipe.read(run / "recipe.toml") == recipe and folder.place == str(run)
 
 
 def test_debug_shows_the_traceback_and_unknown_words_are_refused(place, capsys):

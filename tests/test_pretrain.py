@@ -14,7 +14,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from moco_ray import checkpoint
+from moco_ray.attempts import all_of
 from moco_ray.data.prototypes import drawn_prototypes
+from moco_ray.data.storage import Store
 from moco_ray.monitor import NOT_REPRODUCIBLE, read_metrics
 from tests.object_stores import rclone_server
 from tests.shell import Shell
@@ -73,16 +75,20 @@ def run(shell):
     wait_for_checkpoint(folder, process)
     process.send_signal(signal.SIGINT)
     first = process.communicate(timeout=120)
-    reached = checkpoint.step_of(checkpoint.newest(folder / "checkpoints"))
+    reached = newest(folder).step
     assert process.returncode == 130 and reached < STEPS, (process.returncode, first)  # it was interrupted
     code, *second = shell.run("resume", "runs/small")
     assert code == 0, second
     return folder, reached, first, second
 
 
+def newest(folder: Path) -> checkpoint.Saved | None:
+    return checkpoint.newest(Store(str(folder)))
+
+
 def wait_for_checkpoint(folder: Path, process: subprocess.Popen) -> None:
     deadline = time.monotonic() + 240
-    while not checkpoint.newest(folder / "checkpoints"):
+    while not newest(folder):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.05)
 
@@ -100,13 +106,13 @@ def test_an_interrupted_run_is_resumed_from_its_newest_checkpoint_and_every_step
 
 def test_the_run_folder_holds_recipe_plan_commit_checkpoints_curves_and_nothing_half_written(run):
     folder, *_ = run
-    attempts = [json.loads(line) for line in (folder / "attempts.jsonl").read_text().splitlines()]
-    assert [(a["workers"], a["from_step"]) for a in attempts] == [(2, 0), (2, run[1])]
+    run_store = Store(str(folder))
+    assert [(a.number, a.workers, a.from_step) for a in all_of(run_store)] == [(1, 2, 0), (2, 2, run[1])]
     facts, plan = (json.loads((folder / name).read_text()) for name in ("run.json", "plan.json"))
     assert {"git_commit", "git_dirty", "versions", "data_fingerprint", "started"} <= facts.keys()
     assert (plan["total_steps"], plan["steps_per_epoch"], plan["dropped_rows_per_epoch"]) == (STEPS, EPOCH, 8)
-    assert [checkpoint.step_of(p) for p in checkpoint.whole(folder / "checkpoints")] == [STEPS, 100]
-    state, about = checkpoint.load(checkpoint.newest(folder / "checkpoints"))
+    assert [saved.step for saved in checkpoint.whole(run_store)] == [STEPS, 100]
+    state, about = checkpoint.load(run_store, newest(folder))
     assert (
         state["step"] == STEPS
         and about["recipe"] == (folder / "recipe.toml").read_text()
@@ -151,7 +157,7 @@ def test_runs_from_object_storage_interrupted_or_killed_equal_one_from_disk_that
     process = shell.start("pretrain", "small.toml", "--workers", "2", "--name", "killed", *SETS)
     wait_for_checkpoint(killed, process)
     shell.kill(process)
-    assert process.returncode == -signal.SIGKILL and checkpoint.step_of(checkpoint.newest(killed / "checkpoints")) < STEPS
+    assert process.returncode == -signal.SIGKILL and newest(killed).step < STEPS
     code, out, error = shell.run("resume", "runs/killed")
     assert code == 0, error
     resumed, after_kill, straight = (
@@ -159,5 +165,5 @@ def test_runs_from_object_storage_interrupted_or_killed_equal_one_from_disk_that
         for path in (folder, killed, folder.parent / "straight")
     )
     assert resumed == straight and after_kill == straight
-    ends = [checkpoint.load(checkpoint.newest(p / "checkpoints"))[0] for p in (folder, killed, folder.parent / "straight")]
+    ends = [checkpoint.load(Store(str(p)), newest(p))[0] for p in (folder, killed, folder.parent / "straight")]
     assert identical(ends[0], ends[2]) and identical(ends[1], ends[2])

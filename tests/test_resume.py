@@ -4,25 +4,28 @@ float32 here: equality is of bits, not of mathematics. What the loop leaves on d
 """
 
 import json
-import resource
 import tomllib
-from pathlib import Path
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
 
 from moco_ray import checkpoint
+from moco_ray.attempts import Attempt, register
 from moco_ray.data import order
 from moco_ray.data.batch import BadRow
+from moco_ray.data.storage import Store
 from moco_ray.errors import NonFinite, UserError
-from moco_ray.launch import restore, save_on_first
 from moco_ray.learner import Learner
-from moco_ray.monitor import NOT_REPRODUCIBLE, Monitor, read_metrics
+from moco_ray.meter import Meter
+from moco_ray.monitor import NOT_REPRODUCIBLE, Journal, read_metrics
+from moco_ray.plan import Plan, Workers
 from moco_ray.ranks import Ranks
 from moco_ray.recipe import Recipe
-from moco_ray.run_folder import RunFolder, told_as_user_error, write_whole
+from moco_ray.run_folder import RunFolder
 from moco_ray.train import Outputs, train
+from moco_ray.worker import refuse_different_queues, restore
 from tests import synthetic
 
 CHANGES = {
@@ -30,31 +33,48 @@ CHANGES = {
     "run": {"checkpoint_every_steps": 7, "log_every_steps": 3, "keep_checkpoints": 2},
     "optimizer": {"learning_rate": 0.05},
 }
+ABOUT = {"recipe_fingerprint": "r", "data_fingerprint": "d", "order_version": order.VERSION}
 STOP = 12  # two steps past the checkpoint of step 7, in the second epoch of 9 steps
 
 
 def attempt(ranks: Ranks, path: str, stop: int | None, new=synthetic.small_learner):
     """One attempt of a run in a folder, from its newest checkpoint; cut off after `stop` completed steps."""
     torch.set_num_threads(1)
-    folder, recipe = RunFolder(Path(path)), synthetic.recipe(**CHANGES)
+    folder, recipe = RunFolder(Store(path)), synthetic.recipe(**CHANGES)
     plan, learner = synthetic.plan(recipe), new(recipe)
-    about = {"recipe_fingerprint": recipe.fingerprint(), "data_fingerprint": "data", "order_version": order.VERSION}
-    restore(learner, folder, about, ranks)
+    restore(learner, folder, ABOUT | {"recipe_fingerprint": recipe.fingerprint()}, ranks)
     start = learner.step
-    monitor = Monitor(folder.path, plan, ranks, start, lambda entry: None)
+    record, journal = recorder(folder.store, plan, ranks, start)
     rows = synthetic.batches(plan, ranks, start)
     if stop is not None:
         rows = (batch for _, batch in zip(range(start, stop), rows, strict=False))
 
     def save(learner):
-        save_on_first(learner, folder, about, recipe, ranks)
+        refuse_different_queues(learner, ranks)
+        if ranks.is_first:
+            about = ABOUT | {"recipe_fingerprint": recipe.fingerprint()}
+            checkpoint.save(folder.store, learner.step, 1, checkpoint.pack(learner.state_dict(), about), about, keep=2)
 
     try:
-        train(learner, rows, plan, ranks, Outputs(monitor.record, save, lambda learner: {}))
+        train(learner, rows, plan, ranks, Outputs(record, save, lambda learner: {}))
     except StopIteration:
         assert learner.step == stop
-    monitor.close()
+    if journal:
+        journal.close()
     return start, synthetic.copy_state(learner.state_dict())
+
+
+def recorder(run: Store, plan: Plan, ranks: Ranks, start: int) -> tuple[Callable, Journal | None]:
+    """What a run does with its records, without a driver: rank 0 writes them down."""
+    meter = Meter(plan, ranks, start)
+    journal = Journal(run, plan, start) if ranks.is_first else None
+
+    def record(entry, bad):
+        entry = {**entry, **meter.rates(entry["step"])[0]}
+        if journal:
+            journal.record(entry, bad)
+
+    return record, journal
 
 
 def reproducible(path) -> list[dict]:
@@ -68,7 +88,7 @@ def test_interrupted_in_mid_epoch_and_resumed_equals_uninterrupted_bit_for_bit(p
     whole.mkdir(), parts.mkdir()
     straight = pool.run(world, attempt, str(whole), None, build)
     assert pool.run(world, attempt, str(parts), STOP, build)[0][0] == 0
-    assert read_metrics(parts / "metrics.jsonl")[-1]["step"] == 12  # past the checkpoint: taken back on resume
+    assert read_metrics(parts / "metrics.jsonl")[-1]["step"] == 12  # past the checkpoint: not written again on resume
     resumed = pool.run(world, attempt, str(parts), None, build)
     for (start, state), (_, expected) in zip(resumed, straight, strict=True):
         assert start == 7 and state["step"] == 20
@@ -182,7 +202,7 @@ def with_bad_rows(ranks: Ranks, path: str, fraction: float, count: int, log_ever
         data={"max_bad_rows_fraction": fraction}, schedule={"steps": 12}, run={"log_every_steps": log_every}
     )
     plan, learner = synthetic.plan(recipe), synthetic.small_learner(recipe)
-    monitor = Monitor(Path(path), plan, ranks, 0, lambda entry: None)
+    record, journal = recorder(Store(path), plan, ranks, 0)
 
     def rows():
         for batch in synthetic.batches(plan, ranks):
@@ -194,11 +214,12 @@ def with_bad_rows(ranks: Ranks, path: str, fraction: float, count: int, log_ever
             yield batch._replace(bad=bad if batch.epoch == 0 and position < 40 else bad[:1] if in_next_epoch else ())
 
     try:
-        train(learner, rows(), plan, ranks, Outputs(monitor.record, lambda learner: None, lambda learner: {}))
+        train(learner, rows(), plan, ranks, Outputs(record, lambda learner: None, lambda learner: {}))
     except UserError as error:
         return str(error)
     finally:
-        monitor.close()
+        if journal:
+            journal.close()
     return learner.bad_rows
 
 
@@ -226,95 +247,16 @@ def test_too_many_bad_rows_are_seen_when_a_record_spans_the_end_of_their_epoch(p
 # --- the run folder ------------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_carried_by_one_process_of_a_machine_at_a_time(tmp_path):
-    folder = RunFolder(tmp_path)
-    with folder.locked(), pytest.raises(UserError, match="is being carried by process"), folder.locked():
-        pass
-    with folder.locked():  # free again
-        pass
-
-
 def test_a_resume_takes_the_number_of_workers_of_the_last_attempt(tmp_path):
-    folder = RunFolder(tmp_path)
-    assert folder.last_workers() == 1
-    for workers in (8, 3):
-        folder.add_attempt(workers, 0)
-    assert folder.last_workers() == 3
-
-
-def test_a_full_disk_is_told_in_one_line_and_leaves_small_files_as_they_were(tmp_path):
-    path = tmp_path / "recipe.toml"
-    write_whole(path, "old")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        with pytest.raises(UserError, match="cannot write in .*make room"), told_as_user_error(tmp_path):
-            write_whole(path, "new" * 1000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert path.read_text() == "old"
+    folder = RunFolder(Store(str(tmp_path)))
+    assert str(folder.last_workers()) == "1"
+    for number, asked in enumerate(("8", "2:3"), 1):
+        register(folder.store, Attempt(number, 0, 3, asked=asked))
+    assert folder.last_workers() == Workers(3, 2)
 
 
 # --- checkpoint files --------------------------------------------------------------------------------------------------
 
-
-ABOUT = {"recipe_fingerprint": "r", "data_fingerprint": "d", "order_version": order.VERSION}
-
-
-def test_a_checkpoint_comes_back_equal_and_only_the_newest_are_kept(tmp_path):
-    for step in (10, 20, 30):
-        checkpoint.save(tmp_path, step, {"x": torch.arange(step)}, ABOUT, keep=2)
-    assert [checkpoint.step_of(p) for p in checkpoint.whole(tmp_path)] == [30, 20]
-    assert len(list(tmp_path.iterdir())) == 4
-    state, about = checkpoint.load(checkpoint.newest(tmp_path))
-    assert torch.equal(state["x"], torch.arange(30)) and about == ABOUT
-
-
-def test_a_checkpoint_without_its_marker_or_cut_short_does_not_exist(tmp_path):
-    for step in (1, 2, 3):
-        checkpoint.save(tmp_path, step, {"x": torch.zeros(1000)}, ABOUT, keep=9)
-    (tmp_path / "step-000000003.json").unlink()
-    cut = tmp_path / "step-000000002.pt"
-    cut.write_bytes(cut.read_bytes()[:-1])
-    assert checkpoint.step_of(checkpoint.newest(tmp_path)) == 1
-
-
-def test_a_damaged_checkpoint_is_refused_by_name(tmp_path):
-    path = checkpoint.save(tmp_path, 1, {"x": torch.zeros(1000)}, ABOUT, keep=9)
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(UserError, match="step-000000001.pt is damaged"):
-        checkpoint.load(path)
-
-
-def test_a_full_disk_while_saving_leaves_the_previous_checkpoint_whole_and_nothing_half_written(tmp_path):
-    checkpoint.save(tmp_path, 1, {"x": torch.zeros(1000)}, ABOUT, keep=1)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # a file may not grow further, as on a full disk
-    try:
-        with pytest.raises(UserError, match="could not save the checkpoint of step 2 .*step 1 is whole"):
-            checkpoint.save(tmp_path, 2, {"x": torch.zeros(1_000_000)}, ABOUT, keep=1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert torch.equal(checkpoint.load(checkpoint.newest(tmp_path))[0]["x"], torch.zeros(1000))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000001.json", "step-000000001.pt"]
-
-
-def fail_to_save(ranks: Ranks, path: str):
-
-    recipe = synthetic.recipe()
-    folder = RunFolder(Path(path))
-    try:
-        save_on_first(synthetic.small_learner(recipe), folder, ABOUT, recipe, ranks)
-    except UserError as error:
-        return str(error)
-
-
-def test_a_failed_save_is_raised_on_every_rank(pool, tmp_path):
-    (tmp_path / "checkpoints").write_text("a file where the folder should be")
-    messages = pool.run(2, fail_to_save, str(tmp_path))
-    assert messages[0] == messages[1] and "could not save the checkpoint of step 0" in messages[0]
 
 
 def test_a_checkpoint_of_another_encoder_queue_recipe_or_data_set_is_refused():
@@ -350,8 +292,8 @@ def test_a_recipe_survives_its_toml_and_its_fingerprint_covers_what_is_computed(
         assert changed.fingerprint() != recipe.fingerprint() and len(changed.differences(recipe)) == 1
 
 
-def test_a_checkpoint_of_a_release_with_another_order_of_the_data_is_refused(tmp_path):
+def test_a_checkpoint_of_a_release_with_another_order_of_the_data_is_refused():
     about = {key: value for key, value in ABOUT.items() if key != "order_version"}  # as releases before 2 wrote it
     with pytest.raises(UserError, match="made by another release of moco_ray, which goes through the data in another order"):
-        checkpoint.refuse_other(tmp_path / "step-000000001.pt", about, "r", "d")
-    checkpoint.refuse_other(tmp_path / "step-000000001.pt", ABOUT, "r", "d")
+        checkpoint.refuse_other("step-000000001.pt", about, "r", "d")
+    checkpoint.refuse_other("step-000000001.pt", ABOUT, "r", "d")

@@ -256,7 +256,7 @@ def test_settings_of_the_uri_go_before_variables_and_those_before_the_profile(mo
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
 
     def settings(options: str = "") -> tuple:
-        _, found = storage._s3_settings(f"s3://bucket/p{options}")
+        _, found = storage.s3_settings(f"s3://bucket/p{options}")
         return found["region"], found["scheme"], found["endpoint_override"]
 
     assert settings() == ("ca-west-1", "https", "profile:1")

@@ -48,4 +48,4 @@ def user_error(error: BaseException | None) -> UserError | None:
     """
     while error is not None and (isinstance(error, RayError) or not isinstance(error, UserError)):
         error = getattr(error, "cause", None) or error.__cause__
-    return None if error is None else UserError(str(error).splitlines()[0])
+    return None if error is None else type(error)(str(error).splitlines()[0])

@@ -25,7 +25,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from moco_ray.errors import UserError
+from moco_ray.errors import StorageFailing, UserError
 
 # Before the first S3 call of this process: pyarrow's trailing checksums make some stores answer 411, and others keep
 # the framing of the upload as data.
@@ -36,6 +36,7 @@ FIRST_PAUSE_SECONDS = 0.5  # doubled at each further try, give or take a half: 4
 CONNECT_SECONDS = 5
 STALLED_SECONDS = 10  # without a byte: the request is made again
 LISTING_THREADS = 16
+PIECE_BYTES = 16 * 2**20  # of a large object that is compared: no second copy of it is held
 S3_SCHEMES = ("s3", "s3a", "s3n")
 S3_OPTIONS = ("endpoint_override", "scheme", "region", "anonymous")  # in the URI, as ?key=value&...
 
@@ -98,6 +99,10 @@ class Store:
     def _opened(self) -> tuple[pafs.FileSystem, str]:
         return _open(self.uri)
 
+    def filesystem(self) -> tuple[pafs.FileSystem, str]:
+        """pyarrow's filesystem and the folder's path in it, for other libraries. Their calls are not tried again."""
+        return self._opened
+
     def _path(self, name: str) -> str:
         base = self._opened[1]
         return f"{base}/{name}" if base and name else base or name
@@ -106,6 +111,14 @@ class Store:
         """A name in full, for messages."""
         base = self.uri if self.is_local else self.uri.partition("?")[0]
         return f"{base.rstrip('/')}/{name}" if name else base
+
+    def below(self, name: str) -> "Store":
+        """A folder in this one as a store of its own, with the same options. `name` is a relative POSIX name."""
+        if self.uri.partition("://")[0] not in S3_SCHEMES:
+            return Store(f"{self.uri.rstrip('/')}/{name}")
+        folder, mark, options = self.uri.partition("?")
+        quoted = name.replace("%", "%25").replace("?", "%3F")  # as a URI of S3 writes them
+        return Store(f"{folder.rstrip('/')}/{quoted}{mark}{options}")
 
     def holds(self, other: "Store") -> bool:
         """Whether the other folder is this one or lies in it."""
@@ -235,7 +248,8 @@ class Store:
     def _holds(self, name: str, content: bytes) -> bool:
         with contextlib.suppress(OSError):
             with self.open(name) as file:
-                return file.size() == len(content) and file.read() == content
+                pieces = (content[start : start + PIECE_BYTES] for start in range(0, len(content), PIECE_BYTES))
+                return file.size() == len(content) and all(file.read(len(piece)) == piece for piece in pieces)
         return False
 
     def delete(self, name: str) -> None:
@@ -259,7 +273,8 @@ class Store:
     def attempt(self, what: str, name: str, call: Callable[[], T]) -> T:
         """`call()`, tried again after a pause where the storage failed in a way that may pass.
 
-        Raises UserError that says that `name` cannot be `what` ("read", "written"), why, and what cures it. Errors
+        Raises UserError that says that `name` cannot be `what` ("read", "written"), why, and what cures it; StorageFailing
+        where time alone may cure it. Errors
         that are not the storage's (a damaged Parquet file) pass through.
         """
         tries = 1 if self.is_local else TRIES
@@ -273,7 +288,8 @@ class Store:
                     raise  # ours; what fsspec's filesystems raise is of many kinds
                 cure = self._cure(error, name)
                 if cure or attempt == tries - 1:
-                    raise UserError(self._told(what, name, error, cure)) from error
+                    lasting = cure or self.is_local
+                    raise (UserError if lasting else StorageFailing)(self._told(what, name, error, cure)) from error
             time.sleep(FIRST_PAUSE_SECONDS * 2**attempt * random.uniform(0.5, 1.5))
         raise AssertionError("the last try returns or raises")
 
@@ -339,14 +355,14 @@ def _s3fs(uri: str) -> fsspec.AbstractFileSystem:
     """For deleting alone: pyarrow would write an empty object in place of the folder, and want the right to."""
     import s3fs
 
-    _, settings = _s3_settings(uri)
+    _, settings = s3_settings(uri)
     endpoint = settings["endpoint_override"] and f"{settings['scheme']}://{settings['endpoint_override']}"
     client = {"endpoint_url": endpoint, "region_name": settings["region"]}
     return s3fs.S3FileSystem(anon=settings["anonymous"], client_kwargs=client, skip_instance_cache=True)
 
 
 def _open_s3(uri: str) -> tuple[pafs.FileSystem, str]:
-    path, settings = _s3_settings(uri)
+    path, settings = s3_settings(uri)
     strategy = pafs.AwsStandardS3RetryStrategy(max_attempts=3)
     return pafs.S3FileSystem(
         connect_timeout=CONNECT_SECONDS,
@@ -357,7 +373,7 @@ def _open_s3(uri: str) -> tuple[pafs.FileSystem, str]:
     ), path
 
 
-def _s3_settings(uri: str) -> tuple[str, dict]:
+def s3_settings(uri: str) -> tuple[str, dict]:
     """bucket/prefix, and what pyarrow's client is told."""
     parsed = urlsplit(uri, allow_fragments=False)
     options = dict(parse_qsl(parsed.query, keep_blank_values=True))

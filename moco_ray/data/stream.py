@@ -209,7 +209,7 @@ def tasks_of_a_rank(data_cpus: float, ranks: int, is_local: bool) -> tuple[int, 
     would keep a CPU from the task of another, for whose step they wait. Hence half a claim, and a tenth left for
     evaluations, which run while training's tasks pause.
     """
-    share, per_cpu = max(data_cpus, 1) / ranks, 1 if is_local else 2
+    share, per_cpu = data_cpus / ranks, 1 if is_local else 2
     return max(1, int(share * per_cpu)), 0.45 / max(per_cpu, math.ceil(1 / share))  # whole numbers of them fill a CPU
 
 

@@ -1,0 +1,179 @@
+"""How the processes of a run speak to each other beside torch: a small actor between the ranks and the driver.
+
+Responsible for carrying messages from rank 0 to the driver, pulses of all ranks, orders back to them, and for the number
+of the attempt: whoever speaks for an older one is told to stop. Not responsible for what is done about any of it
+(events.py, launch.py). It lives on the driver's node, so that it is lost only together with the driver.
+"""
+
+import asyncio
+import threading
+import time
+from typing import Any, NamedTuple
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from moco_ray.errors import UserError
+
+PULSE_SECONDS = 1.0
+TAKE_SECONDS = 0.5  # how long `take` waits for a message
+ANSWER_SECONDS = 60.0  # the actor answers at once; only a network that is cut takes longer
+FLUSH_SECONDS = 900.0  # the driver copies the record to object storage before it answers
+
+
+class Pulse(NamedTuple):
+    """The last that was heard of a rank."""
+
+    step: int
+    age_seconds: float
+    step_age_seconds: float  # since the step before became this one
+
+
+class Superseded(Exception):
+    """This process speaks for an attempt that a newer one has replaced; it must end without writing anything."""
+
+
+class Mailbox:
+    """The actor. Methods are coroutines on one loop, so they need no lock."""
+
+    def __init__(self, next_attempt: int):
+        self._attempt = next_attempt - 1
+        self._messages: list[dict[str, Any]] = []
+        self._came = asyncio.Event()
+        self._flushes: dict[int, asyncio.Future] = {}
+        self._pulses: dict[int, tuple[int, float, float]] = {}  # step, when heard, when that step was first heard
+        self._orders: dict[str, Any] = {}
+        self._fatal: BaseException | None = None
+
+    async def begin(self) -> int:
+        """A new attempt: its number. From now on nobody else is listened to."""
+        self._attempt += 1
+        self._pulses, self._orders = {}, {}
+        return self._attempt
+
+    async def tell(self, attempt: int, message: dict[str, Any]) -> bool:
+        if attempt != self._attempt:
+            return False
+        self._put({**message, "attempt": attempt})
+        return True
+
+    async def post(self, message: dict[str, Any]) -> None:
+        """Of the controller or the driver, who speak for no attempt."""
+        self._put({**message, "attempt": self._attempt})
+
+    async def flush(self, attempt: int) -> str | None:
+        """Wait until the driver has written all that was told before; None, or why it could not. "" if superseded."""
+        number, waiting = len(self._flushes), asyncio.get_running_loop().create_future()
+        self._flushes[number] = waiting
+        if not await self.tell(attempt, {"flush": number}):
+            return ""
+        return await waiting
+
+    async def flushed(self, number: int, failure: str | None) -> None:
+        if not self._flushes[number].done():
+            self._flushes[number].set_result(failure)
+
+    async def pulse(self, attempt: int, rank: int, step: int) -> dict[str, Any] | None:
+        """What rank 0 is to do, or None for a process of an older attempt."""
+        if attempt != self._attempt:
+            return None
+        now = time.monotonic()
+        before = self._pulses.get(rank)
+        self._pulses[rank] = (step, now, before[2] if before and before[0] == step else now)
+        return self._orders
+
+    async def pulses(self) -> dict[int, Pulse]:
+        now = time.monotonic()
+        return {rank: Pulse(step, now - heard, now - moved) for rank, (step, heard, moved) in self._pulses.items()}
+
+    async def order(self, orders: dict[str, Any]) -> None:
+        self._orders = {**self._orders, **orders}
+
+    async def fail(self, attempt: int, error: BaseException) -> None:
+        """The run cannot go on, whatever is started again: the driver is to raise this."""
+        if attempt == self._attempt and self._fatal is None:
+            self._fatal = error
+
+    async def stop(self, error: BaseException) -> None:
+        """The same, said by the driver or the controller."""
+        self._fatal = self._fatal or error
+
+    async def fatal(self) -> BaseException | None:
+        return self._fatal
+
+    async def take(self) -> list[dict[str, Any]]:
+        """The messages that came since the last call; waits a moment for one."""
+        if not self._messages:
+            try:
+                await asyncio.wait_for(self._came.wait(), TAKE_SECONDS)
+            except TimeoutError:
+                return []
+        messages, self._messages = self._messages, []
+        self._came.clear()
+        return messages
+
+    def _put(self, message: dict[str, Any]) -> None:
+        self._messages.append({**message, "time": time.time()})
+        self._came.set()
+
+
+def start_board(next_attempt: int):
+    """The actor, on this process's node. Returns its handle."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor = ray.remote(num_cpus=0, max_concurrency=1000)(Mailbox)
+    return actor.options(scheduling_strategy=here).remote(next_attempt)
+
+
+def new_attempt(board) -> int:
+    """Begin one; its number."""
+    return ray.get(board.begin.remote(), timeout=ANSWER_SECONDS)
+
+
+class Wire:
+    """One rank's end: tells, flushes, and gives a sign of life each second from a thread of its own."""
+
+    def __init__(self, board, attempt: int, rank: int):
+        self._board, self._attempt, self._rank = board, attempt, rank
+        self.step = 0  # completed, of the loop; read by the thread
+        self.orders: dict[str, Any] = {}
+        self.superseded = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+        self._thread.start()
+
+    def tell(self, **message: Any) -> None:
+        """Does not wait. Raises Superseded if a newer attempt has begun."""
+        self.refuse_superseded()
+        self._board.tell.remote(self._attempt, message)
+
+    def flush(self) -> None:
+        """Wait until all that was told is in the storage. Raises UserError if the storage does not take it."""
+        failure = ray.get(self._board.flush.remote(self._attempt), timeout=FLUSH_SECONDS)
+        if failure == "":
+            self.superseded = True
+        self.refuse_superseded()
+        if failure:
+            raise UserError(failure)
+
+    def fail(self, error: BaseException) -> None:
+        """Say that no restart can help; returns when it is known."""
+        ray.get(self._board.fail.remote(self._attempt, error), timeout=ANSWER_SECONDS)
+
+    def refuse_superseded(self) -> None:
+        if self.superseded:
+            raise Superseded(f"attempt {self._attempt} has been replaced by a newer one")
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=2 * PULSE_SECONDS)
+
+    def _beat(self) -> None:
+        while not self._stop.wait(PULSE_SECONDS):
+            try:
+                answer = ray.get(self._board.pulse.remote(self._attempt, self._rank, self.step), timeout=ANSWER_SECONDS)
+            except (ray.exceptions.RayError, TimeoutError):
+                continue  # cut off, or the end: the loop's own errors tell
+            if answer is None:
+                self.superseded = True
+                return
+            self.orders = answer

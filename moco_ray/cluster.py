@@ -1,0 +1,55 @@
+"""What Ray knows of the machines, and how Ray Train is made to know it soon.
+
+Ray Train 2.60 plans its next group of workers with a view of the cluster that is renewed every 20 s, and waits a minute for
+the machines that are no longer there; so a lost node costs more than a minute (found by experiment, and in its source). Renewing
+the view after a failure, once the head has noticed the loss, brings that to seconds. The actor that holds the view is
+internal to Ray: all here is best effort, and without it a run is only slower to go on.
+"""
+
+import contextlib
+import socket
+import time
+
+import ray
+
+COORDINATOR = "AutoscalingCoordinator"
+ANSWER_SECONDS = 5.0
+
+
+def living() -> dict[str, str]:
+    """Id to name of each node that Ray calls alive."""
+    return {node["NodeID"]: node["NodeName"] or node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+
+
+def wait_until_noticed(patience_seconds: float) -> None:
+    """Wait until Ray calls no node alive that does not take a connection."""
+    end = time.monotonic() + patience_seconds
+    while _unreachable() and time.monotonic() < end:
+        time.sleep(0.2)
+
+
+def recount() -> None:
+    """Make Ray Train see the machines as they are now. Raises RayError, ValueError or TimeoutError where it cannot."""
+    actor = ray.get_actor(COORDINATOR, namespace=COORDINATOR)
+    ray.get(actor.get_reserved_resources.remote("", recompute=True), timeout=ANSWER_SECONDS)
+
+
+def forget(request: str) -> None:
+    """Let go of what a Ray Train run that died had asked for; Ray itself would keep it for three minutes.
+
+    `request` is that run's id. The older request has precedence, and the next run would wait. Best effort.
+    """
+    with contextlib.suppress(ray.exceptions.RayError, ValueError, TimeoutError):
+        actor = ray.get_actor(COORDINATOR, namespace=COORDINATOR)
+        ray.get(actor.cancel_request.remote(f"train-{request}"), timeout=ANSWER_SECONDS)
+
+
+def _unreachable() -> list[str]:
+    found = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            try:
+                socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=1).close()
+            except OSError:
+                found.append(node["NodeID"])
+    return found

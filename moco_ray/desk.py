@@ -1,0 +1,139 @@
+"""The driver's side of a run: a thread that hears the ranks and the cluster, and has it written down and shown.
+
+Responsible for what happens on each message, each second and at the end. Not responsible for the words (events.py), the
+files (monitor.py) or the bar (progress.py), nor for starting workers (launch.py).
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from moco_ray.cluster import living, recount
+from moco_ray.errors import UserError
+from moco_ray.events import Events
+from moco_ray.lease import Lease
+from moco_ray.monitor import Journal
+from moco_ray.plan import Plan
+from moco_ray.progress import Progress
+from moco_ray.worker import patience_seconds
+
+LOOK_SECONDS = 1.0  # between two looks at the cluster
+RECOUNT_SECONDS = 3.0  # so that an elastic run grows soon after a node has joined
+WAITING_SECONDS = 30.0  # without workers, before a line says what is waited for
+
+
+class Desk:
+    """`with Desk(...) as desk:` hears and writes until the block ends; all that was said before is written then."""
+
+    def __init__(self, board, journal: Journal, progress: Progress, plan: Plan, lease: Lease, room: Callable[[], str]):
+        """`room()` says in words what the cluster has for workers; asked while there are none."""
+        self._board, self._journal, self._progress, self._plan = board, journal, progress, plan
+        self._lease, self._room = lease, room
+        self.events = Events(self._happened)
+        self._seconds_a_step, self._last_record = 0.0, (0, 0.0)
+        self._running, self._waiting_since, self._recounted = False, time.monotonic(), 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="desk", daemon=True)
+
+    def __enter__(self) -> "Desk":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        looked = 0.0
+        while True:
+            last_round = self._stop.is_set()
+            try:
+                for message in ray.get(self._board.take.remote(), timeout=10):
+                    self._hear(message)
+                if time.monotonic() - looked > LOOK_SECONDS:
+                    looked = time.monotonic()
+                    self._look()
+            except (ray.exceptions.RayError, TimeoutError):
+                time.sleep(LOOK_SECONDS)  # Ray is ending, or the machine is busy: the trainer tells
+            except OSError as error:
+                self._fail(UserError(
+                    f"cannot write in {self._journal.folder}: {error.strerror or error}; make room or mend the storage, then resume"
+                ))  # fmt: skip
+            if last_round:
+                return
+
+    def _fail(self, error: UserError) -> None:
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+            ray.get(self._board.stop.remote(error), timeout=10)
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if "flush" in message:
+            self._flush(message["flush"])
+            return
+        kind, events = message["kind"], self.events
+        if kind == "record":
+            self._record(message)
+        elif kind == "begin":
+            self._running = True
+            events.begin(message)
+        elif kind == "failed":
+            self._running, self._waiting_since = False, time.monotonic()
+            events.failed(message["causes"])
+        elif kind == "saved":
+            interval = self._plan.recipe.run.checkpoint_every_steps
+            events.saved(message, self._seconds_a_step, interval if message["step"] < self._plan.total_steps else 0)
+            self._progress.safe(events.safe_step)
+        elif kind == "not_saved":
+            events.not_saved(message)
+        elif kind == "skipped":
+            events.skipped(message)
+        elif kind == "saving":
+            self._happened("saving", message["step"], f"writing a checkpoint of step {message['step']}: {message['why']}")
+        elif kind == "note":
+            self._happened("note", self.events.reached, message["text"])
+
+    def _record(self, message: dict[str, Any]) -> None:
+        entry = message["entry"]
+        self.events.at(entry["step"])
+        if "loss" in entry:
+            self._seconds_a_step = self._plan.recipe.batch.global_batch_size / entry["images_per_second"]
+            self.events.slow(message["slow"], entry["step"])
+        new = self._journal.record(entry, message["bad"])
+        self._progress.show(entry, new)
+
+    def _flush(self, number: int) -> None:
+        failure = None
+        try:
+            self._journal.sync()
+        except UserError as error:
+            failure = str(error)
+        except OSError as error:
+            failure = f"cannot write in {self._journal.folder}: {error.strerror or error}; make room or mend the storage"
+        self._board.flushed.remote(number, failure)
+
+    def _look(self) -> None:
+        """At the lease, the ranks, the nodes and the clock."""
+        if self._lease.lost.is_set():
+            self._fail(UserError(self._lease.reason))
+        if self._running:
+            patience = patience_seconds(self._plan.recipe, self._seconds_a_step)
+            self.events.pulses(ray.get(self._board.pulses.remote(), timeout=10), patience)
+        joined = self.events.cluster(living())
+        if joined and self._running:  # Ray Train will start the workers anew to use it, and does not ask before
+            self._board.order.remote({"save": (f"node {joined[0]} joined", time.time())})
+        if not self._running and time.monotonic() - self._waiting_since > WAITING_SECONDS:
+            self._waiting_since = time.monotonic()
+            self._happened("waiting", self.events.reached, f"no workers yet: {self._room()}")
+        if time.monotonic() - self._recounted > RECOUNT_SECONDS:
+            self._recounted = time.monotonic()
+            with contextlib.suppress(ray.exceptions.RayError, ValueError, TimeoutError):
+                recount()
+        self._journal.sync_if_due()
+
+    def _happened(self, kind: str, step: int, text: str, **facts: Any) -> None:
+        self._journal.event(kind, step, text, **facts)
+        self._progress.say(text)

@@ -1,0 +1,61 @@
+"""The torch process group of a group of workers, as Ray Train makes it: sturdier than its own.
+
+Responsible for the network interface that gloo uses, for trying again where the group does not come together, and for not
+waiting at its end for a rank that hangs. Not responsible for what is sent in it (ranks.py).
+"""
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+
+import ray
+import ray.train.torch
+from ray.exceptions import RayActorError, RayTaskError
+
+ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR, see netdevice(7)
+
+
+class _Backend(ray.train.torch.TorchConfig().backend_cls):
+    """Runs in Ray Train's controller."""
+
+    def on_start(self, worker_group, backend_config) -> None:
+        """Ray Train starts workers again after a RayActorError, and ends the run at any other."""
+        try:
+            worker_group.execute(use_interface_of_ray)
+            super().on_start(worker_group, backend_config)
+        except RayTaskError as error:
+            raise RayActorError(error_msg=f"the process group did not come together: {error}") from error
+
+    def on_shutdown(self, worker_group, backend_config) -> None:
+        """Nothing: the processes are ended next, and one that hangs in a collective would be waited for (30 s)."""
+
+
+class ProcessGroup(ray.train.torch.TorchConfig):
+    """Ray Train's configuration of the process group; `timeout_s` is how long ranks wait for each other."""
+
+    @property
+    def backend_cls(self):
+        return _Backend
+
+
+def use_interface_of_ray() -> None:
+    """On a worker: let gloo use the interface of its node's address in Ray.
+
+    By itself gloo uses that of the host's name, which on many machines is the loopback: no other host can reach it.
+    """
+    name = interface_of(ray.util.get_node_ip_address())
+    if name:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that holds an IPv4 address of this host; None if none does (IPv6, NAT)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                held = fcntl.ioctl(sock.fileno(), ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(held[20:24]) == address:
+                    return name
+    return None

@@ -1,0 +1,98 @@
+"""Checkpoints written behind the loop's back: a step waits for the copy to host memory, and for no storage.
+
+Responsible for the copy, the thread, and for what is said and done when a save fails. Not responsible for how a
+checkpoint is made whole (checkpoint.py), nor for when one is due (train.py, lookout.py).
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from moco_ray.checkpoint import Saved
+from moco_ray.errors import UserError
+
+FAILED_SAVES = 3  # in a row: then the run stops, for it computes what is lost at the next failure
+
+
+class Saver:
+    """Rank 0's. `write(step, state)` makes a state (on the host) a whole checkpoint.
+
+    `tell(**message)` hears of each: kind "saved" with step, bytes, seconds it took and seconds that the step waited,
+    "not_saved" with the reason, or "skipped" when one is due while the one before is still being written.
+    """
+
+    def __init__(self, write: Callable[[int, dict[str, Any]], Saved], tell: Callable[..., None]):
+        self._write, self._tell = write, tell
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future | None = None
+        self._failed: list[UserError] = []  # since the last that succeeded
+        self._newest: Saved | None = None
+
+    def save(self, step: int, state: dict[str, Any], wait: bool = False) -> None:
+        """Begin to write the state as it is now; with `wait`, return when it is whole.
+
+        Raises UserError after FAILED_SAVES failures in a row, with `wait` after one (its own, after one more try).
+        """
+        began = time.perf_counter()
+        if wait:
+            self.finish()
+        self._refuse_failed()
+        if self._writing is not None and not self._writing.done():
+            self._tell(kind="skipped", step=step)
+            return
+        copy = host_copy(state)
+        waited = time.perf_counter() - began
+        self._writing = self._thread.submit(self._run, step, copy, waited)
+        if not wait:
+            return
+        self.finish()
+        if self._failed:  # this one must not be lost: once more
+            self._run(step, copy, waited)
+        if self._failed:
+            raise self._failed[-1]
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, if one is; its failure is told, not raised."""
+        if self._writing is not None:
+            self._writing.result()
+
+    def take_newest(self) -> Saved | None:
+        """The newest checkpoint that became whole since this was last asked, if one did."""
+        newest, self._newest = self._newest, None
+        return newest
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _refuse_failed(self) -> None:
+        if self._writing is not None and self._writing.done():
+            self._writing.result()  # what is no UserError is a fault of ours
+        if len(self._failed) >= FAILED_SAVES:
+            raise UserError(f"{FAILED_SAVES} checkpoints in a row could not be saved; the last: {self._failed[-1]}")
+
+    def _run(self, step: int, state: dict[str, Any], waited: float) -> None:
+        began = time.perf_counter()
+        try:
+            saved = self._write(step, state)
+        except UserError as error:
+            self._failed.append(error)
+            self._tell(kind="not_saved", step=step, why=str(error))
+            return
+        self._failed.clear()
+        self._newest = saved
+        seconds = time.perf_counter() - began
+        self._tell(kind="saved", step=step, bytes=saved.bytes, seconds=seconds, seconds_waited=waited)
+
+
+def host_copy(value: Any) -> Any:
+    """The same structure of dictionaries, lists and plain values, its tensors copied into host memory."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: host_copy(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(host_copy(each) for each in value)
+    return value

@@ -1,0 +1,247 @@
+"""One rank of a run: puts ranks, data, learner, checkpoints and messages together, and trains.
+
+Called by Ray Train in each of its processes (launch.py); what it needs of Ray Train comes in as functions. Not responsible
+for what a step does (train.py) nor for starting and restarting workers.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moco_ray import attempts, checkpoint
+from moco_ray.attempts import Attempt
+from moco_ray.board import Superseded, Wire, new_attempt
+from moco_ray.data import order
+from moco_ray.data.shards import Manifest
+from moco_ray.data.stream import batches
+from moco_ray.errors import StorageFailing, UserError
+from moco_ray.evaluate.features import LabelledSet, watch_knn
+from moco_ray.learner import Learner
+from moco_ray.lookout import Advice, Lookout, News, Notice
+from moco_ray.meter import Meter
+from moco_ray.method.encoder import refuse_emulated_precision
+from moco_ray.plan import Plan
+from moco_ray.ranks import Ranks
+from moco_ray.recipe import Recipe
+from moco_ray.run_folder import RunFolder, code_version
+from moco_ray.saver import Saver
+from moco_ray.train import Outputs, train
+
+FIRST_STEP_SECONDS = 1800.0  # that ranks wait for each other until the first step is done
+STEPS_OF_PATIENCE = 20  # a rank is given up after so many times the first step, if that is longer than the recipe says
+HALT_SECONDS = 60.0  # after the time at which a machine was to be taken away, until the loop goes on all the same
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank of a run is told by the driver."""
+
+    run: str  # URI of the run folder
+    asked: str  # --workers
+    board: Any  # see board.py
+    sets: tuple[LabelledSet, LabelledSet] | None  # bank and queries of the evaluation
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank finds itself, and what Ray knows of it."""
+
+    device: torch.device
+    node: str
+    threads: int
+    data_cpus: Callable[[int], float]  # of the whole cluster for data tasks, beside so many workers
+    notice: Callable[[], Notice | None]  # a collective
+    point: Callable[[checkpoint.Saved, bool], None]  # tells Ray of a whole checkpoint; True on rank 0; a collective
+
+
+def carry(job: Job, place: Place) -> None:
+    """Train from the newest checkpoint to the end of the run. Raises what stops this rank.
+
+    An error that no restart can cure is told to the driver first, for Ray would start the workers again.
+    """
+    if place.device.type == "cpu":
+        torch.set_num_threads(place.threads)
+    ranks = Ranks.current(place.device)
+    number = ranks.gather_objects(new_attempt(job.board) if ranks.is_first else None)[0]
+    wire = Wire(job.board, number, ranks.rank)
+    try:
+        _Rank(job, place, ranks, wire, number).train()
+    except StorageFailing:
+        raise  # it may pass: the workers start again from the newest checkpoint, and the driver counts
+    except UserError as error:
+        wire.fail(error)
+        raise
+    except Superseded:
+        return
+    finally:
+        wire.close()
+
+
+class _Rank:
+    """One rank of one attempt."""
+
+    def __init__(self, job: Job, place: Place, ranks: Ranks, wire: Wire, attempt: int):
+        self._folder, self._place, self._ranks, self._wire, self._attempt = RunFolder.existing(job.run), place, ranks, wire, attempt
+        self._recipe, self._manifest, self._sets = self._folder.recipe(), self._folder.manifest(), job.sets
+        self._asked = job.asked
+        refuse_emulated_precision(self._recipe.encoder, place.device)
+        self._plan = Plan(self._recipe, self._manifest.rows)
+        self._plan.refuse_world(ranks.world)
+        self._about = about(self._recipe, self._manifest, self._plan)
+        self._learner = Learner.new(self._recipe, place.device)
+
+    def train(self) -> None:
+        learner, ranks, recipe = self._learner, self._ranks, self._recipe
+        saved, skipped = restore(learner, self._folder, self._about, ranks)
+        self._wire.step = learner.step
+        self._register(saved, skipped)
+        self._meter = Meter(self._plan, ranks, learner.step)
+        self._saver = Saver(self._write, self._wire.tell)
+        news = News(self._place.notice, lambda: self._wire.orders, self._saver.take_newest)
+        self._lookout = Lookout(ranks, news, recipe.run.checkpoint_every_minutes, learner.step)
+        self._began, self._first_step, self._advice = time.monotonic(), learner.step, Advice()
+        cpus = self._place.data_cpus(ranks.world)
+        rows = batches(self._manifest, recipe, self._plan, ranks.world, ranks.rank, learner.step, cpus)
+        if self._place.device.type != "cpu":
+            rows = (batch._replace(crops=batch.crops.to(self._place.device)) for batch in rows)
+        ranks.expect_answers_within(FIRST_STEP_SECONDS)
+        try:
+            train(learner, self._meter.timed(rows), self._plan, ranks, Outputs(self._record, self._save, self._evaluate, self._completed))
+        finally:
+            self._saver.close()
+
+    def _register(self, saved: checkpoint.Saved | None, skipped: list[str]) -> None:
+        """Say who carries the run from here on. Collective: no rank trains before it is in the storage."""
+        nodes = self._ranks.gather_objects(self._place.node)
+        failure = None
+        if self._ranks.is_first:
+            self._wire.refuse_superseded()
+            name = saved.name if saved else ""
+            try:
+                attempts.register(
+                    self._folder.store,
+                    Attempt(self._attempt, self._learner.step, self._ranks.world, self._asked, name, nodes, code_version()),
+                )
+            except UserError as error:
+                failure = error
+            self._wire.tell(kind="begin", from_step=self._learner.step, nodes=nodes, skipped=skipped)
+        _raise_on_all(failure, self._ranks)
+
+    def _record(self, entry: dict[str, Any], bad: list) -> None:
+        slow = None
+        if "loss" in entry:
+            scalars, slow = self._meter.rates(entry["step"])
+            entry = {**entry, **scalars, "attempt": self._attempt}
+        if self._ranks.is_first:
+            self._wire.tell(kind="record", entry=entry, bad=bad, slow=slow and slow._asdict())
+
+    def _save(self, learner: Learner) -> None:
+        advice, self._advice = self._advice, Advice()
+        wait = learner.step >= self._plan.total_steps or bool(advice.halt_until)
+        with self._meter.paused():
+            refuse_different_queues(learner, self._ranks)
+            self._lookout.saved()
+            if self._ranks.is_first:
+                self._saver.save(learner.step, learner.state_dict(), wait)
+            if wait:  # for what follows may be the end of these processes
+                self._ranks.gather_objects(None)
+            if advice.halt_until:
+                self._halt(advice.halt_until)
+
+    def _write(self, step: int, state: dict[str, Any]) -> checkpoint.Saved:
+        """In the saver's thread: the record of all steps so far first, so that a checkpoint never runs ahead of it."""
+        self._wire.flush()
+        content = checkpoint.pack(state, self._about)
+        self._wire.refuse_superseded()
+        run, keep = self._folder.store, self._recipe.run.keep_checkpoints
+        return checkpoint.save(run, step, self._attempt, content, self._about, keep)
+
+    def _evaluate(self, learner: Learner) -> dict[str, float]:
+        with self._meter.paused():
+            return watch_knn(learner.f_q, self._sets, self._recipe, self._ranks)
+
+    def _completed(self, step: int) -> bool:
+        """After each step. True if a checkpoint is to be written though none is due."""
+        self._wire.step = step
+        if step == self._first_step + 1:
+            seconds = self._ranks.gather_objects(time.monotonic() - self._began)[0]
+            self._ranks.expect_answers_within(patience_seconds(self._recipe, seconds))
+        self._advice = self._lookout.look(step)
+        if self._advice.saved:
+            self._place.point(self._advice.saved, self._ranks.is_first)
+        if self._advice.save and self._ranks.is_first:
+            self._wire.tell(kind="saving", step=step, why=self._advice.save)
+        return bool(self._advice.save)
+
+    def _halt(self, until: float) -> None:
+        """Begin no step before the machine is gone: it would have to be computed again. Ends if it does not go."""
+        while time.time() < until + HALT_SECONDS:
+            time.sleep(0.2)
+
+
+def patience_seconds(recipe: Recipe, first_step_seconds: float) -> float:
+    """How long ranks wait for a silent one, after the first step."""
+    return max(recipe.run.hang_timeout_seconds, STEPS_OF_PATIENCE * first_step_seconds)
+
+
+def about(recipe: Recipe, manifest: Manifest, plan: Plan) -> dict[str, Any]:
+    """What a checkpoint says of itself."""
+    return {
+        "recipe_fingerprint": recipe.fingerprint(),
+        "data_fingerprint": manifest.fingerprint,
+        "order_version": order.VERSION,
+        "recipe": recipe.toml(),
+        "plan": plan.facts(),
+        "code": code_version(),
+    }
+
+
+def restore(
+    learner: Learner, folder: RunFolder, about: dict[str, Any], ranks: Ranks
+) -> tuple[checkpoint.Saved | None, list[str]]:
+    """Load the newest checkpoint that is whole, the same one on all ranks. Collective.
+
+    Rank 0 chooses; returns its choice, and what it says of damaged ones that it skipped. Raises UserError on all ranks if
+    one cannot load it.
+    """
+    chosen, skipped, failure = None, [], None
+    if ranks.is_first:
+        try:
+            chosen = checkpoint.load_newest(folder.store, skipped.append, lambda saved: _accept(saved, folder, about))
+        except UserError as error:
+            failure = error
+    _raise_on_all(failure, ranks)
+    saved, skipped = ranks.gather_objects((chosen and chosen[0], skipped))[0]
+    if saved is not None:
+        try:
+            learner.load_state_dict(chosen[1] if chosen else checkpoint.load(folder.store, saved)[0])
+        except UserError as error:
+            failure = error
+    _raise_on_all(failure, ranks)
+    start = torch.cat([learner.queue.fingerprint(), learner.queue.fingerprint().new_tensor([learner.step])])
+    if not ranks.same_on_all(start):
+        raise RuntimeError(f"the ranks differ after loading step {learner.step}; this is a fault in moco_ray, or in memory")
+    return saved, skipped
+
+
+def refuse_different_queues(learner: Learner, ranks: Ranks) -> None:
+    """Raise RuntimeError on all ranks if the dictionary is not the same everywhere. Collective."""
+    if not ranks.same_on_all(learner.queue.fingerprint()):
+        raise RuntimeError(
+            f"the queue differs between ranks at step {learner.step}; this is a fault in moco_ray, or in memory"
+        )
+
+
+def _accept(saved: checkpoint.Saved, folder: RunFolder, about: dict[str, Any]) -> None:
+    place = folder.store.place(saved.name)
+    checkpoint.refuse_other(place, saved.about, about["recipe_fingerprint"], about["data_fingerprint"])
+
+
+def _raise_on_all(failure: UserError | None, ranks: Ranks) -> None:
+    """Raise the first failure that a rank has, on every rank, so that none waits for the others. Collective."""
+    found = next((each for each in ranks.gather_objects(failure) if each is not None), None)
+    if found is not None:
+        raise found
