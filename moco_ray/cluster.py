@@ -21,6 +21,18 @@ def living() -> dict[str, str]:
     return {node["NodeID"]: node["NodeName"] or node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
 
+def nodes_leaving() -> dict[str, float | None]:
+    """Id of each node that is drained, and when it goes (UNIX time in seconds, where that is known).
+
+    A spot machine's notice, or SIGTERM to `ray start --block`. Ray Train has a watcher for it (`get_preemption_info`), which
+    is one more process to start at each restart, and after it Ray Train restarts without asking anybody: not used.
+    """
+    found: dict[str, int] = {}
+    with contextlib.suppress(Exception):  # internal to Ray, and errors of any kind: without it a machine goes unannounced
+        found = ray._private.state.state.get_draining_nodes()
+    return {node: deadline / 1000 or None for node, deadline in found.items()}
+
+
 def wait_until_noticed(patience_seconds: float) -> None:
     """Wait until Ray calls no node alive that does not take a connection."""
     end = time.monotonic() + patience_seconds

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from moco_ray.cluster import living, recount
+from moco_ray.cluster import living, nodes_leaving, recount
 from moco_ray.errors import UserError
 from moco_ray.events import Events
 from moco_ray.lease import Lease
@@ -29,10 +29,11 @@ WAITING_SECONDS = 30.0  # without workers, before a line says what is waited for
 class Desk:
     """`with Desk(...) as desk:` hears and writes until the block ends; all that was said before is written then."""
 
-    def __init__(self, board, journal: Journal, progress: Progress, plan: Plan, lease: Lease, room: Callable[[], str]):
-        """`room()` says in words what the cluster has for workers; asked while there are none."""
+    def __init__(self, board, journal: Journal, progress: Progress, plan: Plan, lease: Lease, waiting: Callable[[], str]):
+        """`waiting()` says in words what is waited for; asked while there are no workers."""
         self._board, self._journal, self._progress, self._plan = board, journal, progress, plan
-        self._lease, self._room = lease, room
+        self._lease, self._waiting_for = lease, waiting
+        self._nodes: set[str] = set()  # ids, of this attempt's workers
         self.events = Events(self._happened)
         self._seconds_a_step, self._last_record = 0.0, (0, 0.0)
         self._running, self._waiting_since, self._recounted = False, time.monotonic(), 0.0
@@ -78,7 +79,7 @@ class Desk:
         if kind == "record":
             self._record(message)
         elif kind == "begin":
-            self._running = True
+            self._running, self._nodes = True, set(message["node_ids"])
             events.begin(message)
         elif kind == "failed":
             self._running, self._waiting_since = False, time.monotonic()
@@ -122,12 +123,15 @@ class Desk:
         if self._running:
             patience = patience_seconds(self._plan.recipe, self._seconds_a_step)
             self.events.pulses(ray.get(self._board.pulses.remote(), timeout=10), patience)
+        leaving = {node: deadline for node, deadline in nodes_leaving().items() if node in self._nodes}
+        if leaving:
+            self._board.order.remote({"leaving": leaving})
         joined = self.events.cluster(living())
         if joined and self._running:  # Ray Train will start the workers anew to use it, and does not ask before
             self._board.order.remote({"save": (f"node {joined[0]} joined", time.time())})
         if not self._running and time.monotonic() - self._waiting_since > WAITING_SECONDS:
             self._waiting_since = time.monotonic()
-            self._happened("waiting", self.events.reached, f"no workers yet: {self._room()}")
+            self._happened("waiting", self.events.reached, f"no workers yet: {self._waiting_for()}")
         if time.monotonic() - self._recounted > RECOUNT_SECONDS:
             self._recounted = time.monotonic()
             with contextlib.suppress(ray.exceptions.RayError, ValueError, TimeoutError):

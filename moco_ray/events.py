@@ -12,6 +12,7 @@ from typing import Any
 from moco_ray.board import Pulse
 from moco_ray.monitor import duration
 
+HEARD_SECONDS = 3.0  # since the sign of life of another: else all were ended together, or the driver itself is slow
 SILENT_SECONDS = 15.0  # without a sign of life, before a line names the rank
 DIED = "its process died"  # as launch.py calls it
 SLOW_RECORDS = 3  # in a row that call the same rank slow, before a line names it
@@ -24,7 +25,7 @@ class Events:
         self._tell = tell
         self.workers, self.reached, self.safe_step = 0, 0, 0
         self.restarts, self.recomputed, self.seconds_lost = 0, 0, 0.0
-        self._nodes: dict[str, str] = {}  # living: id to name
+        self.nodes: dict[str, str] = {}  # living: id to name
         self._gone: list[str] = []  # names, since the last attempt began
         self._places: list[str] = []  # node of each rank of this attempt
         self._down_at: float | None = None  # when the last step was heard of, before a restart
@@ -56,7 +57,7 @@ class Events:
         self._catch_up = self.reached
         cause = f"lost {' and '.join(self._gone)}: " if self._gone else "" if before == self.workers else "the cluster changed: "
         change = f"continuing with {_workers(self.workers)}" + (f" ({before} before)" if before != self.workers else "")
-        recomputed = f"{again} {'step is' if again == 1 else 'steps are'} computed again" if again else "no step is lost"
+        recomputed = f"{_steps(again)} {'is' if again == 1 else 'are'} computed again" if again else "no step is lost"
         down = time.time() - self._down_at
         self._tell(
             "continuing",
@@ -79,9 +80,9 @@ class Events:
 
     def cluster(self, nodes: dict[str, str]) -> list[str]:
         """The living nodes as they are now, id to name. Returns the names of those that joined."""
-        lost = [name for key, name in self._nodes.items() if key not in nodes]
-        joined = [name for key, name in nodes.items() if key not in self._nodes] if self._nodes else []
-        self._nodes = nodes
+        lost = [name for key, name in self.nodes.items() if key not in nodes]
+        joined = [name for key, name in nodes.items() if key not in self.nodes] if self.nodes else []
+        self.nodes = nodes
         for name in lost:
             self._gone.append(f"node {name}")
             self._tell("node_lost", self.reached, f"lost node {name} at step {self.reached}")
@@ -91,10 +92,10 @@ class Events:
 
     def pulses(self, pulses: dict[int, Pulse], patience_seconds: float) -> None:
         """What is heard of the ranks: how far they are, and who is silent."""
-        for rank, pulse in pulses.items():
+        for rank, pulse in pulses.items() if not self._gone else ():  # a lost node explains the silence
             if pulse.age_seconds < SILENT_SECONDS:
                 self._silent.discard(rank)
-            elif rank not in self._silent and any(other.age_seconds < SILENT_SECONDS for other in pulses.values()):
+            elif rank not in self._silent and any(other.age_seconds < HEARD_SECONDS for other in pulses.values()):
                 self._silent.add(rank)
                 self._tell(
                     "silent",
@@ -136,7 +137,7 @@ class Events:
     def saved(self, message: dict[str, Any], step_seconds: float, interval: int) -> None:
         step = message["step"]
         self.safe_step = max(self.safe_step, step)
-        cost = f"a failure now costs {max(0, self.reached - step)} steps"
+        cost = f"a failure now costs {_steps(max(0, self.reached - step))}"
         if interval and step_seconds:
             cost += f", before the next one at most {interval} ({duration(interval * step_seconds)})"
         self._tell(
@@ -151,7 +152,7 @@ class Events:
     def not_saved(self, message: dict[str, Any]) -> None:
         at_stake = self.reached - self.safe_step
         self._tell(
-            "not_saved", message["step"], f"{message['why']}. Training goes on; a failure now costs {at_stake} steps"
+            "not_saved", message["step"], f"{message['why']}. Training goes on; a failure now costs {_steps(at_stake)}"
         )
 
     def skipped(self, message: dict[str, Any]) -> None:
@@ -159,7 +160,7 @@ class Events:
             "save_skipped",
             message["step"],
             f"no checkpoint of step {message['step']}: the one before is still being written; a failure now costs "
-            f"{max(0, self.reached - self.safe_step)} steps. Make run.checkpoint_every_steps longer, or the storage faster",
+            f"{_steps(max(0, self.reached - self.safe_step))}. Make run.checkpoint_every_steps longer, or the storage faster",
         )
 
     def _where(self, ranks: list[int]) -> str:
@@ -175,6 +176,10 @@ class Events:
 
 def _workers(count: int) -> str:
     return "1 worker" if count == 1 else f"{count} workers"
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
 
 
 def _megabytes(size: int) -> str:

@@ -1,8 +1,7 @@
-"""Runs the loop under Ray Train: the one place that knows it, but for the process group (process_group.py).
+"""Runs the loop under Ray Train: with train_worker.py and process_group.py the only places that know it.
 
-Responsible for the driver (checks before Ray starts, a local Ray or the cluster, the trainer), for what a failure of the
-workers leads to, and for telling a rank what Ray Train knows. Not responsible for what a rank does (worker.py) nor for what
-is written and shown (desk.py).
+Responsible for the driver (checks before Ray starts, a local Ray or the cluster, the trainer) and for what a failure of the
+workers leads to. Not responsible for what a rank does (train_worker.py, worker.py) nor for what is written and shown (desk.py).
 """
 
 import logging
@@ -10,8 +9,7 @@ import os
 import sys
 import tempfile
 import time
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ray
 import ray.train
@@ -20,17 +18,14 @@ import torch
 
 from moco_ray import attempts, checkpoint
 from moco_ray.board import start_board
-from moco_ray.checkpoint import Saved
 from moco_ray.cluster import forget, living, recount, wait_until_noticed
 from moco_ray.data.shards import Manifest
-from moco_ray.data.storage import Store
 from moco_ray.data.survey import Spread, build_manifest
 from moco_ray.desk import Desk
 from moco_ray.errors import StorageFailing, UserError
 from moco_ray.evaluate.features import LabelledSet, labelled_sets
 from moco_ray.events import DIED
 from moco_ray.lease import Lease
-from moco_ray.lookout import Notice
 from moco_ray.method.encoder import refuse_emulated_precision
 from moco_ray.monitor import Journal
 from moco_ray.plan import Plan, Workers
@@ -39,7 +34,8 @@ from moco_ray.progress import Progress
 from moco_ray.recipe import Recipe
 from moco_ray.run_folder import RunFolder
 from moco_ray.session import Room, lazily_spread, ray_session
-from moco_ray.worker import Job, Place, carry
+from moco_ray.train_worker import train_worker
+from moco_ray.worker import Job
 
 FAILURES = 5  # in a row without a step forward: then the run stops, for it is not the machines
 OUTAGE_SECONDS = 900.0  # that a storage may fail without a step forward
@@ -48,7 +44,7 @@ NOTICED_SECONDS = 30.0  # for Ray's head to notice that a node is gone
 OF_A_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted")
 QUICK = {  # Ray Train's own defaults notice a failure after up to a minute more
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1",
-    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # see cluster.nodes_leaving
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",  # for machines that Ray Train believes to be there; then it looks again
     "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "60",  # for a process that does not answer at all
 }
@@ -182,7 +178,7 @@ def _fit(job: Job, folder: RunFolder, workers: Workers, room: Room, debug: bool)
 
 def _trainer(job: Job, notes: str, workers: Workers, room: Room, debug: bool) -> ray.train.torch.TorchTrainer:
     return ray.train.torch.TorchTrainer(
-        _worker,
+        train_worker,
         train_loop_config={"job": job, "room": room},
         scaling_config=ray.train.ScalingConfig(
             num_workers=(workers.least, workers.most) if workers.elastic else workers.most,
@@ -200,45 +196,6 @@ def _trainer(job: Job, notes: str, workers: Workers, room: Room, debug: bool) ->
             worker_runtime_env={"env_vars": {"RAY_CHDIR_TO_TRIAL_DIR": "0"}},
         ),
     )
-
-
-def _worker(config: dict[str, Any]) -> None:
-    """One rank of a run: what Ray Train calls in each of its processes."""
-    room: Room = config["room"]
-    node = ray.get_runtime_context().get_node_id()
-    name = next((n["NodeName"] or n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node), node[:8])
-    place = Place(ray.train.torch.get_device(), name, room.worker_cpus, room.data_cpus, _notice, partial(_point, config["job"].run))
-    carry(config["job"], place)
-
-
-def _notice() -> Notice | None:
-    """Whether machines of workers are about to be taken away. A collective of Ray Train's."""
-    info = ray.train.get_preemption_info()
-    if info is None:
-        return None
-    return Notice(tuple(info.preempted_ranks), info.deadline_ms / 1000 if info.deadline_ms else None)
-
-
-def _point(run: str, saved: Saved, is_first: bool) -> None:
-    """Tell Ray Train of a checkpoint that is whole, for its own records and tasks. A collective; does not wait for Ray.
-
-    A pointer: the path is the checkpoint's name without `.pt`. Ray keeps all of them, for what it does not keep it deletes.
-    """
-    filesystem, path = Store(run).filesystem()
-    there = ray.train.Checkpoint(f"{path}/{saved.name}", filesystem) if is_first else None
-    ray.train.report(
-        {"step": saved.step, "attempt": saved.attempt, "sha256": saved.sha256, "bytes": saved.bytes},
-        checkpoint=there,
-        checkpoint_dir_name=saved.name.rpartition("/")[2],
-        checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
-        delete_local_checkpoint_after_upload=False,
-        checkpoint_upload_fn=_as_it_is,
-    )
-
-
-def _as_it_is(pointer: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
-    """Ray's upload of a checkpoint, which is in the storage already."""
-    return pointer
 
 
 class _Guard(ray.train.UserCallback):

@@ -6,7 +6,7 @@ nor for how a checkpoint is written (saver.py).
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from moco_ray.checkpoint import Saved
 from moco_ray.ranks import Ranks
@@ -31,11 +31,11 @@ class Advice(NamedTuple):
 
 
 class News(NamedTuple):
-    """Where a rank hears of what is outside the loop."""
+    """Where rank 0 hears of what is outside the loop."""
 
-    notice: Callable[[], Notice | None]  # asks the cluster; every rank calls it
-    orders: Callable[[], dict[str, Any]]  # what rank 0 was told to do
-    saved: Callable[[], Saved | None]  # the newest checkpoint that became whole since rank 0 last asked
+    notice: Callable[[], Notice | None]
+    order: Callable[[], tuple[str, float] | None]  # to save: why, and when it was given
+    saved: Callable[[], Saved | None]  # the newest checkpoint that became whole since it was last asked
 
 
 class Lookout:
@@ -57,9 +57,9 @@ class Lookout:
         """After `step` completed steps. Collective at some of them, free at the others."""
         if step < self._next_look:
             return Advice()
-        notice, mine = self._news.notice(), None
+        mine = None
         if self._ranks.is_first:
-            mine = (self._decide(notice)._replace(saved=self._news.saved()), self._steps_to_next(step))
+            mine = (self._decide(self._news.notice())._replace(saved=self._news.saved()), self._steps_to_next(step))
         advice, steps = self._ranks.gather_objects(mine)[0]
         self._next_look = step + steps
         if advice.save:
@@ -67,7 +67,7 @@ class Lookout:
         return advice
 
     def _decide(self, notice: Notice | None) -> Advice:
-        order = self._news.orders().get("save")
+        order = self._news.order()
         if notice and notice.deadline and not self._halted and time.time() > notice.deadline - LAST_SAVE_SECONDS:
             self._halted = True
             return Advice(_told(notice) + ", and this is the last moment", notice.deadline)

@@ -7,7 +7,7 @@ for what a step does (train.py) nor for starting and restarting workers.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,15 +45,21 @@ class Job:
     sets: tuple[LabelledSet, LabelledSet] | None  # bank and queries of the evaluation
 
 
+class Node(NamedTuple):
+    """A machine, as Ray knows it and as people do."""
+
+    id: str
+    name: str
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a rank finds itself, and what Ray knows of it."""
 
     device: torch.device
-    node: str
+    node: Node
     threads: int
     data_cpus: Callable[[int], float]  # of the whole cluster for data tasks, beside so many workers
-    notice: Callable[[], Notice | None]  # a collective
     point: Callable[[checkpoint.Saved, bool], None]  # tells Ray of a whole checkpoint; True on rank 0; a collective
 
 
@@ -100,7 +106,7 @@ class _Rank:
         self._register(saved, skipped)
         self._meter = Meter(self._plan, ranks, learner.step)
         self._saver = Saver(self._write, self._wire.tell)
-        news = News(self._place.notice, lambda: self._wire.orders, self._saver.take_newest)
+        news = News(self._notice, lambda: self._wire.orders.get("save"), self._saver.take_newest)
         self._lookout = Lookout(ranks, news, recipe.run.checkpoint_every_minutes, learner.step)
         self._began, self._first_step, self._advice = time.monotonic(), learner.step, Advice()
         cpus = self._place.data_cpus(ranks.world)
@@ -115,19 +121,20 @@ class _Rank:
 
     def _register(self, saved: checkpoint.Saved | None, skipped: list[str]) -> None:
         """Say who carries the run from here on. Collective: no rank trains before it is in the storage."""
-        nodes = self._ranks.gather_objects(self._place.node)
-        failure = None
+        self._nodes = nodes = self._ranks.gather_objects(self._place.node)
+        names, failure = [node.name for node in nodes], None
         if self._ranks.is_first:
             self._wire.refuse_superseded()
             name = saved.name if saved else ""
             try:
                 attempts.register(
                     self._folder.store,
-                    Attempt(self._attempt, self._learner.step, self._ranks.world, self._asked, name, nodes, code_version()),
+                    Attempt(self._attempt, self._learner.step, self._ranks.world, self._asked, name, names, code_version()),
                 )
             except UserError as error:
                 failure = error
-            self._wire.tell(kind="begin", from_step=self._learner.step, nodes=nodes, skipped=skipped)
+            where = {"nodes": names, "node_ids": [node.id for node in nodes]}
+            self._wire.tell(kind="begin", from_step=self._learner.step, skipped=skipped, **where)
         _raise_on_all(failure, self._ranks)
 
     def _record(self, entry: dict[str, Any], bad: list) -> None:
@@ -175,6 +182,13 @@ class _Rank:
         if self._advice.save and self._ranks.is_first:
             self._wire.tell(kind="saving", step=step, why=self._advice.save)
         return bool(self._advice.save)
+
+    def _notice(self) -> Notice | None:
+        """On rank 0: the ranks whose machines are about to be taken away."""
+        leaving = self._wire.orders.get("leaving", {})
+        ranks = tuple(rank for rank, node in enumerate(self._nodes) if node.id in leaving)
+        deadlines = [leaving[self._nodes[rank].id] for rank in ranks]
+        return Notice(ranks, min((each for each in deadlines if each), default=None)) if ranks else None
 
     def _halt(self, until: float) -> None:
         """Begin no step before the machine is gone: it would have to be computed again. Ends if it does not go."""

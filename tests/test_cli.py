@@ -12,6 +12,7 @@ from moco_ray.checkpoint import pack, save
 from moco_ray.cli import main
 from moco_ray.data import order
 from moco_ray.data.storage import Store
+from moco_ray.lease import Lease
 from moco_ray.plan import Plan
 from moco_ray.progress import Progress
 from moco_ray.recipe import Recipe
@@ -127,6 +128,16 @@ def test_the_same_command_again_goes_on_with_its_run_and_another_recipe_is_refus
     assert "another recipe (contrast.temperature: 0.2, not 0.5)" in other
     Path("images/a/11.png").unlink()
     assert "is not what the run" in refused(capsys, *PRETRAIN)
+
+
+def test_a_run_that_another_driver_carries_is_refused_by_both_commands(place, capsys):
+    run = started(place)
+    with Lease.acquire(Store(str(run)), print, beat_seconds=0.2):
+        for words in (PRETRAIN, ("resume", str(run))):
+            capsys.readouterr()
+            assert main(list(words)) == 2
+            waited, error = capsys.readouterr().err.strip().splitlines()  # a moment, to see whether the other still lives
+            assert "waiting up to 30 s" in waited and "is being carried by process" in error
 
 
 def test_a_folder_with_something_else_in_it_is_refused(place, capsys):

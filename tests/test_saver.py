@@ -136,14 +136,14 @@ class World:
     """What a lookout hears, set by a test; counts how often it asked."""
 
     def __init__(self):
-        self.notice, self.orders, self.asked = None, {}, 0
+        self.notice, self.order, self.asked = None, None, 0
 
     def news(self) -> News:
         def notice():
             self.asked += 1
             return self.notice
 
-        return News(notice, lambda: self.orders, lambda: None)
+        return News(notice, lambda: self.order, lambda: None)
 
 
 def looking(world: World, minutes: float = 0.0, step: int = 0) -> Lookout:
@@ -178,9 +178,9 @@ def test_a_notice_for_another_machine_too_saves_again_and_one_without_a_time_sav
 def test_an_order_is_obeyed_once():
     world = World()
     lookout = looking(world)
-    world.orders = {"save": ("node b joined", 1.0)}
+    world.order = ("node b joined", 1.0)
     assert lookout.look(1).save == "node b joined" and not lookout.look(2).save
-    world.orders = {"save": ("node b joined", 2.0)}  # again, later
+    world.order = ("node b joined", 2.0)  # again, later
     assert lookout.look(3).save == "node b joined"
 
 
@@ -216,11 +216,11 @@ def test_it_looks_about_every_two_seconds_whatever_a_step_takes(monkeypatch):
 def look_of_a_rank(ranks: Ranks):
     """Rank 0 alone has an order; do all get the same advice at the same steps?"""
     world = World()
-    world.orders = {"save": ("x", 1.0)} if ranks.is_first else {}
+    world.order = ("x", 1.0) if ranks.is_first else None
     lookout = Lookout(ranks, world.news(), 0, 0)
-    return [lookout.look(step).save for step in range(1, 5)], world.asked
+    return [lookout.look(step).save for step in range(1, 5)]
 
 
 def test_all_ranks_look_at_the_same_steps_and_get_rank_0_s_answer(pool):
-    (first, asked), *others = pool.run(3, look_of_a_rank)
-    assert first[0] == "x" and all(other == (first, asked) for other in others)
+    first, *others = pool.run(3, look_of_a_rank)
+    assert first[0] == "x" and all(other == first for other in others)

@@ -1,0 +1,115 @@
+"""What becomes of a run when its object storage, its network or its cluster's size fails it: the whole command, for real."""
+
+import json
+import time
+
+import pytest
+
+from moco_ray import checkpoint
+from moco_ray.data.storage import Store
+from tests.autoscaling import FakeAutoscaling
+from tests.carried import Carried
+from tests.fault_proxy import FaultProxy
+from tests.namespaces import Hosts
+from tests.object_stores import rclone_server
+
+
+@pytest.mark.slow
+def test_a_cut_link_leaves_the_surviving_host_at_work_and_when_it_comes_back_the_run_grows(tmp_path):
+    with Hosts(head_cpus=2, node_cpus=2) as hosts:
+        run = Carried(tmp_path, hosts.environment, steps=200, every=10)
+
+        def in_a(argv, env, **popen):
+            return hosts.run_in_a(argv, env, **popen)
+
+        run.start("1:2", run=in_a)
+        run.wait_for_step(12)
+        assert run.attempts()[-1]["workers"] == 2 and hosts.train_workers_in_b()
+        hosts.link_down()
+        moment = time.time()
+        run.wait(lambda: run.attempts()[-1]["workers"] == 1, 120, "one worker")
+        run.wait_for_step(run.metrics()[-1]["step"] + 2)
+        print(f"a cut link: {run.next_step_seconds(moment, 1):.1f} s to the next new step")
+        hosts.link_up()
+        moment = time.time()
+        run.wait(lambda: run.attempts()[-1]["workers"] == 2, 150, "two workers")
+        print(f"the link is back: {time.time() - moment:.1f} s until two workers go on")
+        run.finish()
+        run.refuse_other_than_undisturbed()
+
+
+@pytest.mark.slow
+def test_an_autoscaled_cluster_grows_for_a_run_and_shrinks_after_it(tmp_path):
+    with FakeAutoscaling(max_nodes=3, node_cpus=2, idle_seconds=10) as cluster:
+        assert len(cluster.living()) == 1
+        run = Carried(tmp_path, cluster.environment, steps=120, every=10)
+        run.start("1:3")
+        run.wait(lambda: bool(run.attempts()) and run.attempts()[-1]["workers"] == 3, 240, "three workers")
+        assert len(cluster.living()) == 4
+        run.finish()
+        cluster.wait_for_nodes(1, 90)
+        run.refuse_other_than_undisturbed()
+
+
+@pytest.fixture
+def in_s3(tmp_path):
+    """A run whose folder and data lie in an S3 server behind a proxy that can fail: the run, and the proxy."""
+    with rclone_server(tmp_path) as store, FaultProxy(store.endpoint) as proxy:
+        (tmp_path / "runs").mkdir()
+        environment = {**store.environment(), "AWS_ENDPOINT_URL": proxy.endpoint, "RAY_ADDRESS": ""}
+        yield Carried(tmp_path, environment, steps=160, every=20, storage="s3://runs"), proxy
+
+
+@pytest.mark.slow
+def test_a_minute_without_storage_costs_checkpoints_and_nothing_else(in_s3):
+    run, proxy = in_s3
+    run.start("1", data="drawn/train")
+    run.wait(lambda: len(run.events("saved")) > 0 and run.newest() is not None, 150, "a checkpoint in S3")
+    proxy.fault("PUT", "", "503", times=None)
+    proxy.fault("POST", "", "503", times=None)
+    end = time.time() + 60
+    while time.time() < end and run.process.poll() is None:
+        time.sleep(0.5)
+    refused = proxy.outcomes("PUT").count("503") + proxy.outcomes("POST").count("503")
+    proxy.clear()
+    assert refused > 5, "the fault did not happen"
+    run.finish()
+    assert "could not save the checkpoint" in run.words and "Training goes on" in run.words
+    run.refuse_other_than_undisturbed()
+
+
+@pytest.mark.slow
+def test_when_access_is_lost_for_good_the_run_stops_with_its_last_good_checkpoint_and_goes_on_later(in_s3):
+    run, proxy = in_s3
+    run.start("1", data="drawn/train")
+    run.wait(lambda: run.newest() is not None, 150, "a checkpoint in S3")
+    proxy.fault("PUT", "", "403", times=None)
+    proxy.fault("POST", "", "403", times=None)
+    code = run.process.wait(timeout=200)
+    last = run.newest()
+    assert code == 2 and "3 checkpoints in a row could not be saved" in run.words, run.words
+    assert "credentials" in run.words and "Traceback" not in run.words
+    assert checkpoint.load(Store(str(run.run)), last)[0]["step"] == last.step < run.steps
+    proxy.clear()
+    run.start("1", data="drawn/train")
+    run.finish()
+    run.refuse_other_than_undisturbed()
+
+
+@pytest.mark.slow
+def test_a_damaged_newest_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(tmp_path):
+    run = Carried(tmp_path, {"RAY_ADDRESS": ""}, steps=30, every=5)
+    run.start("1")
+    run.wait_for_step(16)
+    run.process.kill()
+    run.process.wait()
+    newest, before, *_ = checkpoint.whole(Store(str(run.run)))
+    path = run.run / f"{newest.name}.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    run.start("1")
+    run.finish()
+    assert f"{newest.name}.pt is damaged" in run.words and f"using the one of step {before.step} before it" in run.words
+    assert json.loads((run.run / "attempts" / "000002.json").read_text())["from_step"] == before.step
+    run.refuse_other_than_undisturbed()
