@@ -180,7 +180,7 @@ class Run(Section):
     checkpoint_every_steps: int = Field(1000, ge=1)
     checkpoint_every_minutes: float = Field(10.0, ge=0.0)  # at the latest, since the last; 0: by steps alone
     keep_checkpoints: int = Field(3, ge=1)
-    hang_timeout_seconds: float = Field(120.0, gt=0.0)  # a silent worker is given up, or after 20 times the first step
+    hang_timeout_seconds: float = Field(120.0, gt=0.0)  # then a silent worker is given up, or after 20 steps
 
 
 class Recipe(Section):

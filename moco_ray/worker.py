@@ -30,8 +30,8 @@ from moco_ray.run_folder import RunFolder, code_version
 from moco_ray.saver import Saver
 from moco_ray.train import Outputs, train
 
-FIRST_STEP_SECONDS = 1800.0  # that ranks wait for each other until the first step is done
-STEPS_OF_PATIENCE = 20  # a rank is given up after so many times the first step, if that is longer than the recipe says
+FIRST_STEPS_SECONDS = 1800.0  # that ranks wait for each other until the second step is done
+STEPS_OF_PATIENCE = 20  # a rank is given up after so many times a step, if that is longer than the recipe says
 HALT_SECONDS = 60.0  # after the time at which a machine was to be taken away, until the loop goes on all the same
 
 
@@ -102,18 +102,19 @@ class _Rank:
     def train(self) -> None:
         learner, ranks, recipe = self._learner, self._ranks, self._recipe
         saved, skipped = restore(learner, self._folder, self._about, ranks)
+        self._own_order: tuple[str, float] | None = None
         self._wire.step = learner.step
         self._register(saved, skipped)
         self._meter = Meter(self._plan, ranks, learner.step)
         self._saver = Saver(self._write, self._wire.tell)
-        news = News(self._notice, lambda: self._wire.orders.get("save"), self._saver.take_newest)
+        news = News(self._notice, lambda: self._own_order or self._wire.orders.get("save"), self._saver.take_newest)
         self._lookout = Lookout(ranks, news, recipe.run.checkpoint_every_minutes, learner.step)
-        self._began, self._first_step, self._advice = time.monotonic(), learner.step, Advice()
+        self._began, self._first_step, self._advice = 0.0, learner.step, Advice()
         cpus = self._place.data_cpus(ranks.world)
         rows = batches(self._manifest, recipe, self._plan, ranks.world, ranks.rank, learner.step, cpus)
         if self._place.device.type != "cpu":
             rows = (batch._replace(crops=batch.crops.to(self._place.device)) for batch in rows)
-        ranks.expect_answers_within(FIRST_STEP_SECONDS)
+        ranks.expect_answers_within(FIRST_STEPS_SECONDS)
         try:
             train(learner, self._meter.timed(rows), self._plan, ranks, Outputs(self._record, self._save, self._evaluate, self._completed))
         finally:
@@ -135,6 +136,9 @@ class _Rank:
                 failure = error
             where = {"nodes": names, "node_ids": [node.id for node in nodes]}
             self._wire.tell(kind="begin", from_step=self._learner.step, skipped=skipped, **where)
+            if saved and not failure and saved not in checkpoint.whole(self._folder.store):
+                # A worker that was cut off wrote one more before this attempt was known, and pruned this one for it.
+                self._own_order = ("the checkpoint that this attempt began from is gone", time.time())
         _raise_on_all(failure, self._ranks)
 
     def _record(self, entry: dict[str, Any], bad: list) -> None:
@@ -146,7 +150,7 @@ class _Rank:
             self._wire.tell(kind="record", entry=entry, bad=bad, slow=slow and slow._asdict())
 
     def _save(self, learner: Learner) -> None:
-        advice, self._advice = self._advice, Advice()
+        advice, self._advice, self._own_order = self._advice, Advice(), None
         wait = learner.step >= self._plan.total_steps or bool(advice.halt_until)
         with self._meter.paused():
             refuse_different_queues(learner, self._ranks)
@@ -174,6 +178,8 @@ class _Rank:
         """After each step. True if a checkpoint is to be written though none is due."""
         self._wire.step = step
         if step == self._first_step + 1:
+            self._began = time.monotonic()
+        if step == self._first_step + 2:  # the first one waited for images: it says nothing of a step
             seconds = self._ranks.gather_objects(time.monotonic() - self._began)[0]
             self._ranks.expect_answers_within(patience_seconds(self._recipe, seconds))
         self._advice = self._lookout.look(step)
@@ -196,9 +202,9 @@ class _Rank:
             time.sleep(0.2)
 
 
-def patience_seconds(recipe: Recipe, first_step_seconds: float) -> float:
-    """How long ranks wait for a silent one, after the first step."""
-    return max(recipe.run.hang_timeout_seconds, STEPS_OF_PATIENCE * first_step_seconds)
+def patience_seconds(recipe: Recipe, step_seconds: float) -> float:
+    """How long ranks wait for a silent one, after the first steps."""
+    return max(recipe.run.hang_timeout_seconds, STEPS_OF_PATIENCE * step_seconds)
 
 
 def about(recipe: Recipe, manifest: Manifest, plan: Plan) -> dict[str, Any]:

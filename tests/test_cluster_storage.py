@@ -54,8 +54,8 @@ def test_an_autoscaled_cluster_grows_for_a_run_and_shrinks_after_it(tmp_path):
 @pytest.fixture
 def in_s3(tmp_path):
     """A run whose folder and data lie in an S3 server behind a proxy that can fail: the run, and the proxy."""
+    (tmp_path / "runs").mkdir()  # a bucket
     with rclone_server(tmp_path) as store, FaultProxy(store.endpoint) as proxy:
-        (tmp_path / "runs").mkdir()
         environment = {**store.environment(), "AWS_ENDPOINT_URL": proxy.endpoint, "RAY_ADDRESS": ""}
         yield Carried(tmp_path, environment, steps=160, every=20, storage="s3://runs"), proxy
 

@@ -1,6 +1,6 @@
 """The product as its user runs it: `moco-ray` in a process of its own, two Ray Train workers, a local Ray.
 
-One run, streaming from a real S3 server, is interrupted as a person does it, resumed, looked at and evaluated. Few Ray
+One run, streaming from a real S3 server and kept in it, is interrupted as a person does it, resumed, looked at and evaluated. Few Ray
 runs that each prove much.
 """
 
@@ -57,6 +57,7 @@ def shell(tmp_path_factory):
     folder = tmp_path_factory.mktemp("user")
     drawn_prototypes(folder / "drawn", rows=600, test_rows=200)
     (folder / "small.toml").write_text(RECIPE)
+    (folder / "kept").mkdir()
     with rclone_server(folder) as store:  # its folder `drawn` is a bucket
         shell = Shell(folder, store.environment())
         yield shell
@@ -69,15 +70,18 @@ SETS = ("--data", "s3://drawn/train", "evaluation.bank_uri=s3://drawn/train", "e
 
 @pytest.fixture(scope="module")
 def run(shell):
-    """A run that was interrupted after its first checkpoint and resumed to its end: its folder and its outputs."""
-    folder = shell.folder / "runs" / "small"
-    process = shell.start("pretrain", "small.toml", "--workers", "2", *SETS)
+    """A run in S3 that was interrupted after its first checkpoint and resumed to its end: its folder and its outputs.
+
+    The server keeps its buckets as folders: what it was given is looked at there.
+    """
+    folder = shell.folder / "kept" / "small"
+    process = shell.start("pretrain", "small.toml", "--workers", "2", "--storage", "s3://kept", *SETS)
     wait_for_checkpoint(folder, process)
     process.send_signal(signal.SIGINT)
     first = process.communicate(timeout=120)
     reached = newest(folder).step
     assert process.returncode == 130 and reached < STEPS, (process.returncode, first)  # it was interrupted
-    code, *second = shell.run("resume", "runs/small")
+    code, *second = shell.run("resume", "s3://kept/small")
     assert code == 0, second
     return folder, reached, first, second
 
@@ -138,9 +142,9 @@ def test_tensorboard_has_every_scalar_once_a_step_and_chance_beside_the_loss(run
 
 def test_evaluate_prints_the_three_rows_and_keeps_them(shell, run):
     folder, *_ = run
-    code, out, error = shell.run("evaluate", "runs/small", "evaluation.neighbours=5")
+    code, out, error = shell.run("evaluate", "s3://kept/small", "evaluation.neighbours=5")
     assert code == 2 and "neighbours 200" not in error  # it takes no overrides: unrecognised words are refused
-    code, out, error = shell.run("evaluate", "runs/small")
+    code, out, error = shell.run("evaluate", "s3://kept/small")
     assert code == 0, error
     for name in ("raw pixels", "untrained encoder", "trained encoder"):
         assert name in out
@@ -153,7 +157,7 @@ def test_runs_from_object_storage_interrupted_or_killed_equal_one_from_disk_that
     folder, *_ = run
     code, out, error = shell.run("pretrain", "small.toml", "--workers", "2", "--name", "straight", *LOCAL)
     assert code == 0, error
-    killed = folder.parent / "killed"
+    killed = shell.folder / "runs" / "killed"
     process = shell.start("pretrain", "small.toml", "--workers", "2", "--name", "killed", *SETS)
     wait_for_checkpoint(killed, process)
     shell.kill(process)
@@ -162,8 +166,8 @@ def test_runs_from_object_storage_interrupted_or_killed_equal_one_from_disk_that
     assert code == 0, error
     resumed, after_kill, straight = (
         [{k: v for k, v in e.items() if k not in NOT_REPRODUCIBLE} for e in read_metrics(path / "metrics.jsonl")]
-        for path in (folder, killed, folder.parent / "straight")
+        for path in (folder, killed, killed.parent / "straight")
     )
     assert resumed == straight and after_kill == straight
-    ends = [checkpoint.load(Store(str(p)), newest(p))[0] for p in (folder, killed, folder.parent / "straight")]
+    ends = [checkpoint.load(Store(str(p)), newest(p))[0] for p in (folder, killed, killed.parent / "straight")]
     assert identical(ends[0], ends[2]) and identical(ends[1], ends[2])

@@ -8,6 +8,7 @@ the same steps without a checkpoint. The ratio is of medians over the steps that
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -97,8 +98,6 @@ def main() -> None:
         (Path(folder) / "bucket").mkdir()
         with rclone_server(Path(folder)) as server:
             endpoint = server.endpoint.removeprefix("http://")
-            import os
-
             os.environ |= server.environment()
             found["S3 server on this machine"] = measure(
                 Store.at(f"s3://bucket/run?endpoint_override={endpoint}&scheme=http&region=us-east-1"), arguments.rounds
