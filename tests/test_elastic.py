@@ -114,6 +114,7 @@ def test_nodes_that_go_with_notice_or_without_and_nodes_that_come_leave_the_same
         nodes[2].kill()
         run.wait_for("caught_up")
         assert run.attempts()[-1]["workers"] == 2
+        run.wait_for_step(run.metrics()[-1]["step"] + 2)
         print(f"a lost node, 3 to 2 workers: {run.next_step_seconds(moment, 1):.1f} s to the next new step")
         new = [cluster.add_node(2) for _ in range(2)]
         run.wait(lambda: run.attempts()[-1]["workers"] == 4, 180, "four workers")
