@@ -17,7 +17,7 @@ from tests.object_stores import rclone_server
 @pytest.mark.slow
 def test_a_cut_link_leaves_the_surviving_host_at_work_and_when_it_comes_back_the_run_grows(tmp_path):
     with Hosts(head_cpus=2, node_cpus=2) as hosts:
-        run = Carried(tmp_path, hosts.environment, steps=200, every=10)
+        run = Carried(tmp_path, hosts.environment, steps=90, every=10)
 
         def in_a(argv, env, **popen):
             return hosts.run_in_a(argv, env, **popen)
@@ -42,7 +42,7 @@ def test_a_cut_link_leaves_the_surviving_host_at_work_and_when_it_comes_back_the
 def test_an_autoscaled_cluster_grows_for_a_run_and_shrinks_after_it(tmp_path):
     with FakeAutoscaling(max_nodes=3, node_cpus=2, idle_seconds=10) as cluster:
         assert len(cluster.living()) == 1
-        run = Carried(tmp_path, cluster.environment, steps=120, every=10)
+        run = Carried(tmp_path, cluster.environment, steps=90, every=10)
         run.start("1:3")
         run.wait(lambda: bool(run.attempts()) and run.attempts()[-1]["workers"] == 3, 240, "three workers")
         assert len(cluster.living()) == 4
@@ -57,7 +57,7 @@ def in_s3(tmp_path):
     (tmp_path / "runs").mkdir()  # a bucket
     with rclone_server(tmp_path) as store, FaultProxy(store.endpoint) as proxy:
         environment = {**store.environment(), "AWS_ENDPOINT_URL": proxy.endpoint, "RAY_ADDRESS": ""}
-        yield Carried(tmp_path, environment, steps=160, every=20, storage="s3://runs"), proxy
+        yield Carried(tmp_path, environment, steps=140, every=20, storage="s3://runs"), proxy
 
 
 @pytest.mark.slow
