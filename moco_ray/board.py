@@ -6,6 +6,7 @@ of the attempt: whoever speaks for an older one is told to stop. Not responsible
 """
 
 import asyncio
+import contextlib
 import threading
 import time
 from typing import Any, NamedTuple
@@ -26,11 +27,10 @@ class Pulse(NamedTuple):
 
     step: int
     age_seconds: float
-    step_age_seconds: float  # since the step before became this one
 
 
 class Superseded(Exception):
-    """This process speaks for an attempt that a newer one has replaced; it must end without writing anything."""
+    """This process speaks for an attempt that a newer one has replaced, or for a run that is stopped; it must end."""
 
 
 class Mailbox:
@@ -38,53 +38,60 @@ class Mailbox:
 
     def __init__(self, next_attempt: int):
         self._attempt = next_attempt - 1
-        self._messages: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []  # numbered; kept until the driver says that it has them
+        self._put_count = 0
+        self._told, self._early = 0, {}  # of this attempt: how many were put, and those that overtook others
         self._came = asyncio.Event()
         self._flushes: dict[int, asyncio.Future] = {}
-        self._pulses: dict[int, tuple[int, float, float]] = {}  # step, when heard, when that step was first heard
+        self._flush_count = 0
+        self._pulses: dict[int, tuple[int, float]] = {}  # step, and when it was heard
         self._orders: dict[str, Any] = {}
         self._fatal: BaseException | None = None
 
     async def begin(self) -> int:
         """A new attempt: its number. From now on nobody else is listened to."""
         self._attempt += 1
-        self._pulses, self._orders = {}, {}
+        self._pulses, self._orders, self._told, self._early = {}, {}, 0, {}
         return self._attempt
 
-    async def tell(self, attempt: int, message: dict[str, Any]) -> bool:
+    async def tell(self, attempt: int, number: int, message: dict[str, Any]) -> bool:
+        """The `number`-th message of rank 0 in this attempt. Calls may overtake each other: they are put in order."""
         if attempt != self._attempt:
             return False
-        self._put({**message, "attempt": attempt})
+        self._early[number] = message
+        while self._told in self._early:
+            self._put({**self._early.pop(self._told), "attempt": attempt})
+            self._told += 1
         return True
 
     async def post(self, message: dict[str, Any]) -> None:
         """Of the controller or the driver, who speak for no attempt."""
         self._put({**message, "attempt": self._attempt})
 
-    async def flush(self, attempt: int) -> str | None:
-        """Wait until the driver has written all that was told before; None, or why it could not. "" if superseded."""
-        number, waiting = len(self._flushes), asyncio.get_running_loop().create_future()
-        self._flushes[number] = waiting
-        if not await self.tell(attempt, {"flush": number}):
-            return ""
+    async def flush(self, attempt: int, number: int) -> UserError | str | None:
+        """Wait until the driver has written all that was told before; None, or why it could not. "superseded" if it is."""
+        self._flush_count += 1
+        key, waiting = self._flush_count, asyncio.get_running_loop().create_future()
+        self._flushes[key] = waiting
+        if not await self.tell(attempt, number, {"flush": key}):
+            return "superseded"
         return await waiting
 
-    async def flushed(self, number: int, failure: str | None) -> None:
-        if not self._flushes[number].done():
-            self._flushes[number].set_result(failure)
+    async def flushed(self, key: int, failure: UserError | None) -> None:
+        waiting = self._flushes.pop(key, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(failure)
 
     async def pulse(self, attempt: int, rank: int, step: int) -> dict[str, Any] | None:
-        """What rank 0 is to do, or None for a process of an older attempt."""
-        if attempt != self._attempt:
+        """What rank 0 is to do, or None for a process that is to end: of an older attempt, or of a run that is stopped."""
+        if attempt != self._attempt or self._fatal is not None:
             return None
-        now = time.monotonic()
-        before = self._pulses.get(rank)
-        self._pulses[rank] = (step, now, before[2] if before and before[0] == step else now)
+        self._pulses[rank] = (step, time.monotonic())
         return self._orders
 
     async def pulses(self) -> dict[int, Pulse]:
         now = time.monotonic()
-        return {rank: Pulse(step, now - heard, now - moved) for rank, (step, heard, moved) in self._pulses.items()}
+        return {rank: Pulse(step, now - heard) for rank, (step, heard) in self._pulses.items()}
 
     async def order(self, orders: dict[str, Any]) -> None:
         self._orders = {**self._orders, **orders}
@@ -101,19 +108,18 @@ class Mailbox:
     async def fatal(self) -> BaseException | None:
         return self._fatal
 
-    async def take(self) -> list[dict[str, Any]]:
-        """The messages that came since the last call; waits a moment for one."""
+    async def take(self, have: int) -> list[dict[str, Any]]:
+        """The messages after the number `have`, until which the driver has them; waits a moment for one."""
+        self._messages = [message for message in self._messages if message["number"] > have]
         if not self._messages:
-            try:
+            self._came.clear()
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._came.wait(), TAKE_SECONDS)
-            except TimeoutError:
-                return []
-        messages, self._messages = self._messages, []
-        self._came.clear()
-        return messages
+        return list(self._messages)
 
     def _put(self, message: dict[str, Any]) -> None:
-        self._messages.append({**message, "time": time.time()})
+        self._put_count += 1
+        self._messages.append({**message, "number": self._put_count})
         self._came.set()
 
 
@@ -137,6 +143,7 @@ class Wire:
         self.step = 0  # completed, of the loop; read by the thread
         self.orders: dict[str, Any] = {}
         self.superseded = False
+        self._count, self._counting = 0, threading.Lock()  # messages told: the loop tells, and the saver's thread
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
         self._thread.start()
@@ -144,16 +151,21 @@ class Wire:
     def tell(self, **message: Any) -> None:
         """Does not wait. Raises Superseded if a newer attempt has begun."""
         self.refuse_superseded()
-        self._board.tell.remote(self._attempt, message)
+        self._board.tell.remote(self._attempt, self._next(), message)
 
     def flush(self) -> None:
-        """Wait until all that was told is in the storage. Raises UserError if the storage does not take it."""
-        failure = ray.get(self._board.flush.remote(self._attempt), timeout=FLUSH_SECONDS)
-        if failure == "":
+        """Wait until all that was told is in the storage. Raises the UserError that says why it is not."""
+        failure = ray.get(self._board.flush.remote(self._attempt, self._next()), timeout=FLUSH_SECONDS)
+        if failure == "superseded":
             self.superseded = True
         self.refuse_superseded()
-        if failure:
-            raise UserError(failure)
+        if failure is not None:
+            raise failure
+
+    def _next(self) -> int:
+        with self._counting:
+            self._count += 1
+            return self._count - 1
 
     def fail(self, error: BaseException) -> None:
         """Say that no restart can help; returns when it is known."""
@@ -161,7 +173,7 @@ class Wire:
 
     def refuse_superseded(self) -> None:
         if self.superseded:
-            raise Superseded(f"attempt {self._attempt} has been replaced by a newer one")
+            raise Superseded(f"attempt {self._attempt} has been replaced by a newer one, or stopped by the driver")
 
     def close(self) -> None:
         self._stop.set()

@@ -23,7 +23,7 @@ from moco_ray import attempts as registry
 from moco_ray.attempts import Attempt
 from moco_ray.data import order
 from moco_ray.data.storage import PIECE_BYTES, Store, one_line
-from moco_ray.errors import UserError
+from moco_ray.errors import StorageFailing, UserError
 
 VERSION = 1
 FOLDER = "checkpoints"
@@ -105,7 +105,7 @@ def save(
     except UserError as error:
         last, safe = _last_whole(run)
         if last is None or last[:4] != saved[:4]:  # else only the reply to the last write was lost
-            raise UserError(
+            raise (StorageFailing if isinstance(error, StorageFailing) else UserError)(
                 f"could not save the checkpoint of step {step} in {run.place(FOLDER)}: {error}; {safe}, and "
                 "`moco-ray resume` goes on from there"
             ) from error
@@ -146,6 +146,10 @@ def load(run: Store, saved: Saved) -> tuple[dict[str, Any], dict[str, Any]]:
     except (RuntimeError, ValueError, LookupError, EOFError, AttributeError, TypeError, OSError) as error:
         raise Damaged.of(place, f"it cannot be read ({one_line(error)})", _remove(saved)) from error
     version = held.get("version") if isinstance(held, dict) else None
+    if isinstance(version, int) and version > VERSION:
+        raise UserError(  # not damaged: an earlier one in its place would make this one a thing of the past, to be pruned
+            f"the checkpoint {place} has version {version} and this release reads {VERSION}; use the release that wrote it"
+        )
     if version != VERSION or not {"state", "about"} <= held.keys():
         cause = f"it has version {version!r} and this release reads {VERSION}"
         raise Damaged.of(place, cause, "use the release that wrote it")
@@ -238,6 +242,8 @@ def _marked(run: Store, step: int, attempt: int, sizes: dict[str, int]) -> tuple
         held = json.loads(text)
         saved = Saved(held["step"], held.get("attempt", 0), held["bytes"], held["sha256"], dict(held["about"]))
     except (ValueError, LookupError, TypeError, AttributeError):
+        saved = None
+    if saved and not {"recipe_fingerprint", "data_fingerprint"} <= saved.about.keys():
         saved = None
     if saved is None or saved[:2] != (step, attempt) or [type(value) for value in saved[:4]] != [int, int, int, str]:
         return None, f"its marker {marker} cannot be read"

@@ -7,6 +7,7 @@ files (monitor.py) or the bar (progress.py), nor for starting workers (launch.py
 import contextlib
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,8 @@ class Desk:
         self._board, self._journal, self._progress, self._plan = board, journal, progress, plan
         self._lease, self._waiting_for = lease, waiting
         self._nodes: set[str] = set()  # ids, of this attempt's workers
-        self.events = Events(self._happened)
+        self.events = Events(self._happened, journal.last_step, journal.counters)
+        self._heard = 0  # number of the last message
         self._seconds_a_step, self._last_record = 0.0, (0, 0.0)
         self._running, self._waiting_since, self._recounted = False, time.monotonic(), 0.0
         self._stop = threading.Event()
@@ -53,17 +55,19 @@ class Desk:
         while True:
             last_round = self._stop.is_set()
             try:
-                for message in ray.get(self._board.take.remote(), timeout=10):
+                for message in ray.get(self._board.take.remote(self._heard), timeout=10):
+                    self._heard = message["number"]
                     self._hear(message)
                 if time.monotonic() - looked > LOOK_SECONDS:
                     looked = time.monotonic()
                     self._look()
             except (ray.exceptions.RayError, TimeoutError):
                 time.sleep(LOOK_SECONDS)  # Ray is ending, or the machine is busy: the trainer tells
-            except OSError as error:
-                self._fail(UserError(
-                    f"cannot write in {self._journal.folder}: {error.strerror or error}; make room or mend the storage, then resume"
-                ))  # fmt: skip
+            except UserError as error:
+                self._fail(error)
+            except Exception as error:  # noqa: BLE001  a fault of ours; unheard, the run would wait for ever
+                traceback.print_exc()
+                self._fail(UserError(f"the driver cannot go on: {error!r}; this is a fault in moco_ray. `moco-ray resume` goes on"))
             if last_round:
                 return
 
@@ -94,8 +98,6 @@ class Desk:
             events.skipped(message)
         elif kind == "saving":
             self._happened("saving", message["step"], f"writing a checkpoint of step {message['step']}: {message['why']}")
-        elif kind == "note":
-            self._happened("note", self.events.reached, message["text"])
 
     def _record(self, message: dict[str, Any]) -> None:
         entry = message["entry"]
@@ -111,15 +113,17 @@ class Desk:
         try:
             self._journal.sync()
         except UserError as error:
-            failure = str(error)
+            failure = error
         except OSError as error:
-            failure = f"cannot write in {self._journal.folder}: {error.strerror or error}; make room or mend the storage"
+            failure = UserError(f"cannot write in {self._journal.folder}: {error.strerror or error}; make room or mend the storage")
         self._board.flushed.remote(number, failure)
 
     def _look(self) -> None:
         """At the lease, the ranks, the nodes and the clock."""
         if self._lease.lost.is_set():
-            self._fail(UserError(self._lease.reason))
+            lost = UserError(self._lease.reason)
+            self._journal.abandon(lost)
+            self._fail(lost)
         if self._running:
             patience = patience_seconds(self._plan.recipe, self._seconds_a_step)
             self.events.pulses(ray.get(self._board.pulses.remote(), timeout=10), patience)

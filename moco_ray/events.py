@@ -21,10 +21,12 @@ SLOW_RECORDS = 3  # in a row that call the same rank slow, before a line names i
 class Events:
     """The story of one driver's time with a run. `tell(kind, step, text, **facts)` gets each line."""
 
-    def __init__(self, tell: Callable[..., None]):
-        self._tell = tell
-        self.workers, self.reached, self.safe_step = 0, 0, 0
-        self.restarts, self.recomputed, self.seconds_lost = 0, 0, 0.0
+    def __init__(self, tell: Callable[..., None], reached: int = 0, before: dict[str, Any] | None = None):
+        """`reached`: the last step that an earlier driver wrote down; `before`: its counters."""
+        self._tell, before = tell, before or {}
+        self.workers, self.reached, self.safe_step = 0, reached, 0
+        self.restarts, self.recomputed = before.get("restarts", 0), before.get("steps_recomputed", 0)
+        self.seconds_lost = before.get("seconds_lost", 0.0)
         self.nodes: dict[str, str] = {}  # living: id to name
         self._gone: list[str] = []  # names, since the last attempt began
         self._places: list[str] = []  # node of each rank of this attempt
@@ -32,7 +34,7 @@ class Events:
         self._last_step_at, self._catch_up = time.time(), 0
         self._silent: set[int] = set()
         self._slow = (-1, 0)  # rank, records in a row
-        self._step_seconds = 0.0
+        self._failed = False  # and not begun again
 
     @property
     def counters(self) -> dict[str, Any]:
@@ -44,20 +46,28 @@ class Events:
         self._places, self._silent, self._slow = message["nodes"], set(), (-1, 0)
         for text in message["skipped"]:
             self._tell("skipped_checkpoint", start, text)
-        self.safe_step = start
+        self.safe_step, self._failed = start, False
+        again = max(0, self.reached - start)
+        recomputed = f"{_steps(again)} {'is' if again == 1 else 'are'} computed again" if again else "no step is lost"
         if not before:
-            self._tell("started", start, f"{_workers(self.workers)} from step {start}{self._spread()}", workers=self.workers)
+            self.recomputed += again
+            cost = f", {recomputed}" if start else ""
+            self._tell(
+                "started",
+                start,
+                f"{_workers(self.workers)} from step {start}{cost}{self._spread()}",
+                workers=self.workers,
+                **self.counters,
+            )
             self.reached = max(self.reached, start)
             self._last_step_at = time.time()
             return
-        again = max(0, self.reached - start)
         self.restarts += 1
         self.recomputed += again
         self._down_at = self._down_at or self._last_step_at
         self._catch_up = self.reached
         cause = f"lost {' and '.join(self._gone)}: " if self._gone else "" if before == self.workers else "the cluster changed: "
         change = f"continuing with {_workers(self.workers)}" + (f" ({before} before)" if before != self.workers else "")
-        recomputed = f"{_steps(again)} {'is' if again == 1 else 'are'} computed again" if again else "no step is lost"
         down = time.time() - self._down_at
         self._tell(
             "continuing",
@@ -70,6 +80,7 @@ class Events:
 
     def failed(self, causes: dict[int, str]) -> None:
         """Workers died or raised; a restart follows, or the end."""
+        self._failed = True
         if self._down_at is None:
             self._down_at = self._last_step_at
         died = [rank for rank, cause in causes.items() if cause == DIED]  # what others say is of them
@@ -108,6 +119,9 @@ class Events:
 
     def at(self, step: int) -> None:
         """A completed step that was heard of."""
+        if self._failed:  # what was on its way still
+            self.reached = max(self.reached, step)
+            return
         if self._down_at is not None and step > min(self._catch_up, self.safe_step):
             if step >= self._catch_up:
                 lost = time.time() - self._down_at

@@ -33,12 +33,13 @@ from moco_ray.process_group import ProcessGroup
 from moco_ray.progress import Progress
 from moco_ray.recipe import Recipe
 from moco_ray.run_folder import RunFolder
+from moco_ray.saver import OUTAGE_SECONDS
 from moco_ray.session import Room, lazily_spread, ray_session
 from moco_ray.train_worker import train_worker
 from moco_ray.worker import Job
 
+STARTS = 20  # of a group of workers that did not come about, before a new controller is tried
 FAILURES = 5  # in a row without a step forward: then the run stops, for it is not the machines
-OUTAGE_SECONDS = 900.0  # that a storage may fail without a step forward
 NOTICED_SECONDS = 30.0  # for Ray's head to notice that a node is gone
 # Parts of what gloo and NCCL say on a rank whose peer is gone
 OF_A_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted")
@@ -59,6 +60,7 @@ def pretrain(recipe: Recipe, folder: RunFolder, workers: Workers, debug: bool = 
     with lazily_spread(workers.most, debug) as spread:
         surveyed = survey(recipe, spread)
         surveyed.plan.refuse_world(workers.most)
+        folder.refuse_strange()
         with Lease.acquire(folder.store, _say) as lease:
             if folder.holds(recipe, surveyed.manifest):
                 if _finished(folder, surveyed):
@@ -132,6 +134,8 @@ def _carry(surveyed: Surveyed, folder: RunFolder, workers: Workers, lease: Lease
     last = checkpoint.newest(run)
     start = last.step if last else 0
     with ray_session(workers, debug) as room:
+        if workers.elastic and os.environ.get("RAY_ADDRESS") and not room.on_gpus:
+            _say("no GPU in the cluster: the workers will use CPUs, also on GPU nodes that join later")
         if request := folder.last_request():
             forget(request)
         board = start_board(max(attempts.numbers(run), default=0) + 1)
@@ -140,6 +144,8 @@ def _carry(surveyed: Surveyed, folder: RunFolder, workers: Workers, lease: Lease
         try:
             with Desk(board, journal, progress, plan, lease, lambda: room.words(workers)):
                 _fit(Job(run.uri, str(workers), board, surveyed.sets), folder, workers, room, debug)
+            if not _finished(folder, surveyed):
+                raise UserError(f"the workers ended before the last step; `moco-ray resume {folder.place}` goes on")
             journal.draw(run.uri.rstrip("/").rpartition("/")[2])
         finally:
             progress.close()
@@ -150,9 +156,9 @@ def _fit(job: Job, folder: RunFolder, workers: Workers, room: Room, debug: bool)
     """Run the workers until they have finished. Raises what stopped them for good."""
     for name, value in QUICK.items():
         os.environ.setdefault(name, value)
-    failures = 0
+    failures, reached = 0, 0
     while True:
-        began, error = time.monotonic(), None
+        error = None
         # Ray Train's own bookkeeping, in which checkpoints are pointers to ours: on this node's disk, so that no storage can
         # fail its controller, and new each time, for it takes up what it finds without being asked.
         with tempfile.TemporaryDirectory(prefix="moco-ray-train-", ignore_cleanup_errors=True) as notes:
@@ -160,7 +166,7 @@ def _fit(job: Job, folder: RunFolder, workers: Workers, room: Room, debug: bool)
             folder.remember_request(trainer.train_run_context.run_id)
             try:
                 trainer.fit()
-            except ray.train.TrainingFailedError as failure:
+            except (ray.train.TrainingFailedError, ray.exceptions.RayActorError) as failure:  # the second: its controller died
                 error = failure
             except SystemExit as exit_:  # Ray Train's answer to Ctrl-C, once its workers are gone
                 raise KeyboardInterrupt from exit_
@@ -168,10 +174,11 @@ def _fit(job: Job, folder: RunFolder, workers: Workers, room: Room, debug: bool)
             raise fatal
         if error is None:
             return
-        # What is left is the controller's own: a process group that could not be made, a storage that failed it. Another one
-        # may do better.
-        failures = failures + 1 if time.monotonic() - began < 60 else 1
-        if not isinstance(error, ray.train.ControllerError) or failures >= FAILURES:
+        # What is left is the controller's own: workers that could not be started, or a process group that could not be made,
+        # STARTS times. Another controller may do better.
+        newest = checkpoint.newest(folder.store)
+        failures, reached = (failures + 1, reached) if newest is None or newest.step <= reached else (1, newest.step)
+        if isinstance(error, ray.train.WorkerGroupError) or failures >= FAILURES:
             raise _cause(error, folder, debug) from error
         ray.get(job.board.post.remote({"kind": "failed", "causes": {0: f"Ray Train's controller: {_one_line(error)}"}}))
 
@@ -190,7 +197,7 @@ def _trainer(job: Job, notes: str, workers: Workers, room: Room, debug: bool) ->
         run_config=ray.train.RunConfig(
             name="notes",
             storage_path=notes,
-            failure_config=ray.train.FailureConfig(max_failures=-1),
+            failure_config=ray.train.FailureConfig(max_failures=-1, controller_failure_limit=STARTS),
             callbacks=[_Guard(job.board, set(living()))],
             logging_config=ray.train.LoggingConfig(log_level="INFO" if debug else "CRITICAL"),
             worker_runtime_env={"env_vars": {"RAY_CHDIR_TO_TRIAL_DIR": "0"}},
@@ -207,7 +214,8 @@ class _Guard(ray.train.UserCallback):
     def __init__(self, board, nodes: set[str]):
         """`nodes`: ids of those that live now."""
         self._board, self._nodes = board, nodes
-        self._best, self._failures, self._best_at = 0, 0, time.monotonic()
+        self._best, self._failures, self._last = 0, 0, -1
+        self._failing_since: float | None = None  # a storage, and no step since
 
     def after_exception(self, run_context, worker_exceptions: dict[int, Exception]) -> None:
         causes = {rank: _one_line(error) for rank, error in worker_exceptions.items()}
@@ -234,10 +242,13 @@ class _Guard(ray.train.UserCallback):
         """What ends the run, if it has failed too often without a step forward."""
         reached = max((pulse.step for pulse in ray.get(self._board.pulses.remote()).values()), default=0)
         if reached > self._best:
-            self._best, self._failures, self._best_at = reached, 0, time.monotonic()
+            self._best, self._failures = reached, 0
+        if reached != self._last:
+            self._last, self._failing_since = reached, None
         failing = next((e for e in map(_user_error, errors.values()) if isinstance(e, StorageFailing)), None)
         if failing is not None:
-            return UserError(str(failing)) if time.monotonic() - self._best_at > OUTAGE_SECONDS else None
+            self._failing_since = self._failing_since or time.monotonic()
+            return UserError(str(failing)) if time.monotonic() - self._failing_since > OUTAGE_SECONDS else None
         self._failures += 1
         if self._failures < FAILURES:
             return None
@@ -264,7 +275,7 @@ def _one_line(error: BaseException) -> str:
     inner = getattr(error, "health_check_failure", error)  # of Ray Train's poll
     if isinstance(inner, ray.exceptions.RayActorError):
         return DIED
-    if isinstance(inner, ray.exceptions.GetTimeoutError):
+    if isinstance(inner, ray.exceptions.GetTimeoutError) or type(inner).__name__ == "WorkerHealthCheckTimeoutError":
         return "it does not answer"
     last = text[-1].strip()
     return "another worker was lost" if any(word in last for word in OF_A_PEER) else last

@@ -62,12 +62,13 @@ class Journal:
         self._run, self._plan = run, plan
         self.folder = Path(run.uri) if run.is_local else Path(tempfile.mkdtemp(prefix="moco-ray-"))
         self._sent: dict[str, int] = {}  # bytes of each file that the storage has
+        self._broken: UserError | None = None
         self._synced_at, self._unsent_bytes = time.monotonic(), 0
         if not run.is_local:
             self._fetch()
         entries = _repair(self.folder / "metrics.jsonl")
-        _repair(self.folder / "events.jsonl")
         self.last_step = max((e["step"] for e in entries if "loss" in e), default=0)
+        self.counters = next((e for e in reversed(_repair(self.folder / "events.jsonl")) if "restarts" in e), {})
         self.last_evaluated = max((e["step"] for e in entries if "knn_top1" in e), default=-1)
         # Bad rows are written before the line that counts them: those of a line that never came are taken back.
         _repair(self.folder / "quarantine.jsonl", self.last_step)
@@ -86,12 +87,13 @@ class Journal:
         last = self.last_evaluated if "knn_top1" in entry else self.last_step
         if entry["step"] <= last:
             return False
+        listed = [self._quarantined(epoch, row) for epoch, row in bad]  # a record may begin before the last one ended
+        self._append("quarantine.jsonl", [row for row in listed if row["step"] > self.last_step])
+        self._append("metrics.jsonl", [{**entry, "wall_time": time.time()}])
         if "knn_top1" in entry:
             self.last_evaluated = entry["step"]
         else:
             self.last_step = entry["step"]
-        self._append("quarantine.jsonl", [self._quarantined(epoch, row) for epoch, row in bad])
-        self._append("metrics.jsonl", [{**entry, "wall_time": time.time()}])
         self._draw(entry)
         return True
 
@@ -104,7 +106,12 @@ class Journal:
                 self._writers["run"].add_scalar(GROUPS[name], facts[name], step)
 
     def sync(self) -> None:
-        """Bring all that was written to the storage. Raises UserError if it does not take it; nothing is lost then."""
+        """Bring all that was written to the storage. Raises UserError if it does not take it; nothing is lost then.
+
+        Raises too, from then on, if a line could not be written at all: no checkpoint may run ahead of such a hole.
+        """
+        if self._broken is not None:
+            raise self._broken
         for writer in self._writers.values():
             writer.flush()
         self._synced_at, self._unsent_bytes = time.monotonic(), 0
@@ -137,6 +144,10 @@ class Journal:
         draw_curves(self.folder / "metrics.jsonl", self.folder / "curves.png", title)
         self.sync()
 
+    def abandon(self, why: UserError) -> None:
+        """Write nothing more: the run is another's now."""
+        self._broken = why
+
     def close(self) -> None:
         """Sync a last time, as far as the storage lets."""
         with contextlib.suppress(UserError, OSError):  # what stopped the run is the error to tell
@@ -168,9 +179,20 @@ class Journal:
             self._writers["chance"].add_scalar(GROUPS["loss"], entry["chance_loss"], entry["step"])
 
     def _append(self, name: str, entries: list[dict[str, Any]]) -> None:
-        if entries:
-            with (self.folder / name).open("a") as file:
-                file.writelines(json.dumps(entry) + "\n" for entry in entries)
+        if self._broken is not None or not entries:
+            return
+        path, lines = self.folder / name, "".join(json.dumps(entry) + "\n" for entry in entries)
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            with path.open("a") as file:
+                file.write(lines)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.truncate(path, size)  # of a line none or all
+            self._broken = UserError(
+                f"cannot write in {self.folder}: {error.strerror or error}; make room or mend the storage, then resume"
+            )
+            raise self._broken from error
 
     def _quarantined(self, epoch: int, row: BadRow) -> dict[str, Any]:
         step = epoch * self._plan.steps_per_epoch + row.position // self._plan.recipe.batch.global_batch_size

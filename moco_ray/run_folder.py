@@ -64,11 +64,7 @@ class RunFolder:
     def holds(self, recipe: Recipe, manifest: Manifest) -> bool:
         """Whether this very run lies here already. Raises UserError if another run or something else does."""
         if self.store.size(FACTS) is None:
-            strange = [entry.name for entry in self.store.list() if entry.name not in UNBEGUN]
-            if strange:
-                raise UserError(
-                    f"{self.place} is not empty and no run folder (it holds {strange[0]}); choose another --storage or --name"
-                )
+            self.refuse_strange()
             return False
         held = self.recipe()
         if held.fingerprint() != recipe.fingerprint():
@@ -78,6 +74,14 @@ class RunFolder:
             )
         self.refuse_other_data(manifest, recipe.data.uri)
         return True
+
+    def refuse_strange(self) -> None:
+        """Raise UserError if something else than a run lies here."""
+        strange = [entry.name for entry in self.store.list() if not entry.name.startswith(UNBEGUN)]
+        if strange and self.store.size(FACTS) is None:
+            raise UserError(
+                f"{self.place} is not empty and no run folder (it holds {strange[0]}); choose another --storage or --name"
+            )
 
     def refuse_other_data(self, manifest: Manifest, uri: str) -> None:
         """Raise UserError if the data is not what the run began with."""

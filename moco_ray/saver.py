@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from moco_ray.checkpoint import Saved
-from moco_ray.errors import UserError
+from moco_ray.errors import StorageFailing, UserError
 
-FAILED_SAVES = 3  # in a row: then the run stops, for it computes what is lost at the next failure
+FAILED_SAVES = 3  # in a row: then the run stops, for it computes what is lost at the next failure ..
+OUTAGE_SECONDS = 900.0  # .. and not before so long, if it is a storage that may come back by itself
+PAUSE_SECONDS = 10.0  # before the last checkpoint is tried again
 
 
 class Saver:
@@ -28,18 +30,20 @@ class Saver:
         self._write, self._tell = write, tell
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future | None = None
-        self._failed: list[UserError] = []  # since the last that succeeded
+        self._failed: list[tuple[float, UserError]] = []  # since the last that succeeded, and when
         self._newest: Saved | None = None
 
-    def save(self, step: int, state: dict[str, Any], wait: bool = False) -> None:
-        """Begin to write the state as it is now; with `wait`, return when it is whole.
+    def save(self, step: int, state: dict[str, Any], wait: bool = False, must: bool = False) -> None:
+        """Begin to write the state as it is now; with `must`, after the one that is being written; with `wait`, return
+        when it is whole.
 
-        Raises UserError after FAILED_SAVES failures in a row, with `wait` after one (its own, after one more try).
+        With `wait`, and once FAILED_SAVES in a row have failed, raises UserError if this one fails too: a storage that may
+        come back is tried for OUTAGE_SECONDS.
         """
         began = time.perf_counter()
-        if wait:
+        wait = wait or self._in_despair()
+        if wait or must:
             self.finish()
-        self._refuse_failed()
         if self._writing is not None and not self._writing.done():
             self._tell(kind="skipped", step=step)
             return
@@ -49,10 +53,12 @@ class Saver:
         if not wait:
             return
         self.finish()
-        if self._failed:  # this one must not be lost: once more
+        while self._failed and not self._in_despair():  # this one must not be lost
+            time.sleep(PAUSE_SECONDS)
             self._run(step, copy, waited)
         if self._failed:
-            raise self._failed[-1]
+            count = f"{len(self._failed)} checkpoints in a row could not be saved; the last: " if len(self._failed) > 1 else ""
+            raise UserError(f"{count}{self._failed[-1][1]}")
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, if one is; its failure is told, not raised."""
@@ -67,18 +73,21 @@ class Saver:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _refuse_failed(self) -> None:
+    def _in_despair(self) -> bool:
+        """Whether the next failure is to be the last."""
         if self._writing is not None and self._writing.done():
             self._writing.result()  # what is no UserError is a fault of ours
-        if len(self._failed) >= FAILED_SAVES:
-            raise UserError(f"{FAILED_SAVES} checkpoints in a row could not be saved; the last: {self._failed[-1]}")
+        if len(self._failed) < FAILED_SAVES:
+            return False
+        began, last = self._failed[0][0], self._failed[-1][1]
+        return not isinstance(last, StorageFailing) or time.monotonic() - began > OUTAGE_SECONDS
 
     def _run(self, step: int, state: dict[str, Any], waited: float) -> None:
         began = time.perf_counter()
         try:
             saved = self._write(step, state)
         except UserError as error:
-            self._failed.append(error)
+            self._failed.append((time.monotonic(), error))
             self._tell(kind="not_saved", step=step, why=str(error))
             return
         self._failed.clear()

@@ -18,9 +18,10 @@ from moco_ray.errors import UserError
 from moco_ray.plan import Workers
 
 SPARE_CPUS = 2  # for the data tasks of a local Ray; they share the cores with the workers
-# Of a CPU, that each worker of an elastic run claims and leaves to data tasks: Ray takes as many workers as fit, and none must
-# fill a machine. A quarter is exact in binary, as Ray's own division of it must be.
-LEFT_FOR_DATA = 0.25
+# Of a CPU, that each worker of an elastic run claims and leaves to data tasks: Ray takes as many workers as fit, and they must
+# not fill a machine. Exact in binary, as Ray's own division by the claim must be. The first that fills no node is taken.
+LEFT_FOR_DATA = (0.25, 0.375, 0.5, 0.125)
+CLAIM_BESIDE_GPU = 0.75  # of a CPU
 
 
 class Room(NamedTuple):
@@ -34,10 +35,10 @@ class Room(NamedTuple):
         return self.claim.get("GPU", 0) > 0
 
     def data_cpus(self, workers: int) -> float:
-        """CPUs that are left for data tasks beside so many workers, in the cluster as it is now. Raises UserError for none."""
+        """CPUs that are left for data tasks beside so many workers, in the cluster as it is now. Raises RuntimeError for none."""
         left = ray.cluster_resources().get("CPU", 0.0) - workers * self.claim["CPU"]
         if left <= 0:
-            raise UserError(
+            raise RuntimeError(  # no mistake: a cluster that grows or shrinks may leave none for a moment
                 f"{workers} workers take all CPUs of the Ray cluster, and none is left for reading data; use fewer --workers, or "
                 "a cluster with more CPUs"
             )
@@ -104,7 +105,11 @@ def _room(nodes: list[dict[str, Any]], workers: Workers) -> Room:
         each -= 1  # a worker's CPUs must lie on one node
     claim: dict[str, float] = {"CPU": each, **({"GPU": 1} if gpus else {})}
     if workers.elastic and on_cluster:
-        return Room(each, claim | {"CPU": each + (0 if gpus else LEFT_FOR_DATA)})
+        if gpus:
+            return Room(each, claim | {"CPU": CLAIM_BESIDE_GPU})
+        sizes = {node["CPU"] for node in nodes if node.get("CPU", 0) > 0}
+        left = next((part for part in LEFT_FOR_DATA if all(size % (each + part) for size in sizes)), LEFT_FOR_DATA[0])
+        return Room(each, claim | {"CPU": each + left})
     if cpus < most * each + 1:
         raise UserError(
             f"the Ray cluster has {cpus} CPUs: {most} workers of {each} leave none for reading data, and the run would wait "

@@ -62,6 +62,8 @@ def train(learner: Learner, batches: Iterator[Batch], plan: Plan, ranks: Ranks, 
     healthy = torch.ones((), dtype=torch.bool, device=ranks.device)
     sums, bad, settled = 0.0, [], []  # since the last record
 
+    if learner.step and due(learner.step, plan)[1]:  # the checkpoint came first: its evaluation may have been cut off
+        evaluate(learner, plan, outputs)
     while learner.step < plan.total_steps:
         step, batch = learner.step, next(batches)
         bad += [(batch.epoch, row) for row in batch.bad]
@@ -99,8 +101,12 @@ def train(learner: Learner, batches: Iterator[Batch], plan: Plan, ranks: Ranks, 
         if saving:  # before the evaluation: a mistake in that must not cost the steps
             outputs.save(learner)
         if evaluating:
-            scalars = {"step": learner.step, "epoch": learner.step / plan.steps_per_epoch}
-            outputs.record({**scalars, **outputs.evaluate(learner)}, [])
+            evaluate(learner, plan, outputs)
+
+
+def evaluate(learner: Learner, plan: Plan, outputs: Outputs) -> None:
+    scalars = {"step": learner.step, "epoch": learner.step / plan.steps_per_epoch}
+    outputs.record({**scalars, **outputs.evaluate(learner)}, [])
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import torch
 
 from moco_ray import attempts, checkpoint
 from moco_ray.attempts import Attempt
-from moco_ray.board import Superseded, Wire, new_attempt
+from moco_ray.board import FLUSH_SECONDS, Wire, new_attempt
 from moco_ray.data import order
 from moco_ray.data.shards import Manifest
 from moco_ray.data.stream import batches
@@ -27,7 +27,7 @@ from moco_ray.plan import Plan
 from moco_ray.ranks import Ranks
 from moco_ray.recipe import Recipe
 from moco_ray.run_folder import RunFolder, code_version
-from moco_ray.saver import Saver
+from moco_ray.saver import OUTAGE_SECONDS, Saver
 from moco_ray.train import Outputs, train
 
 FIRST_STEPS_SECONDS = 1800.0  # that ranks wait for each other until the second step is done
@@ -80,8 +80,6 @@ def carry(job: Job, place: Place) -> None:
     except UserError as error:
         wire.fail(error)
         raise
-    except Superseded:
-        return
     finally:
         wire.close()
 
@@ -90,7 +88,7 @@ class _Rank:
     """One rank of one attempt."""
 
     def __init__(self, job: Job, place: Place, ranks: Ranks, wire: Wire, attempt: int):
-        self._folder, self._place, self._ranks, self._wire, self._attempt = RunFolder.existing(job.run), place, ranks, wire, attempt
+        self._folder, self._place, self._ranks, self._wire, self._attempt = _shared(job.run, place), place, ranks, wire, attempt
         self._recipe, self._manifest, self._sets = self._folder.recipe(), self._folder.manifest(), job.sets
         self._asked = job.asked
         refuse_emulated_precision(self._recipe.encoder, place.device)
@@ -109,7 +107,7 @@ class _Rank:
         self._saver = Saver(self._write, self._wire.tell)
         news = News(self._notice, lambda: self._own_order or self._wire.orders.get("save"), self._saver.take_newest)
         self._lookout = Lookout(ranks, news, recipe.run.checkpoint_every_minutes, learner.step)
-        self._began, self._first_step, self._advice = 0.0, learner.step, Advice()
+        self._began, self._first_step, self._advice, self._patience_seconds = 0.0, learner.step, Advice(), FIRST_STEPS_SECONDS
         cpus = self._place.data_cpus(ranks.world)
         rows = batches(self._manifest, recipe, self._plan, ranks.world, ranks.rank, learner.step, cpus)
         if self._place.device.type != "cpu":
@@ -151,14 +149,17 @@ class _Rank:
 
     def _save(self, learner: Learner) -> None:
         advice, self._advice, self._own_order = self._advice, Advice(), None
-        wait = learner.step >= self._plan.total_steps or bool(advice.halt_until)
+        wait, must = learner.step >= self._plan.total_steps or bool(advice.halt_until), bool(advice.save)
         with self._meter.paused():
             refuse_different_queues(learner, self._ranks)
             self._lookout.saved()
+            if wait:  # for rank 0, and the storage
+                self._ranks.expect_answers_within(2 * FLUSH_SECONDS + OUTAGE_SECONDS)
             if self._ranks.is_first:
-                self._saver.save(learner.step, learner.state_dict(), wait)
+                self._saver.save(learner.step, learner.state_dict(), wait, must)
             if wait:  # for what follows may be the end of these processes
                 self._ranks.gather_objects(None)
+                self._ranks.expect_answers_within(self._patience_seconds)
             if advice.halt_until:
                 self._halt(advice.halt_until)
 
@@ -177,11 +178,13 @@ class _Rank:
     def _completed(self, step: int) -> bool:
         """After each step. True if a checkpoint is to be written though none is due."""
         self._wire.step = step
+        self._wire.refuse_superseded()
         if step == self._first_step + 1:
             self._began = time.monotonic()
         if step == self._first_step + 2:  # the first one waited for images: it says nothing of a step
             seconds = self._ranks.gather_objects(time.monotonic() - self._began)[0]
-            self._ranks.expect_answers_within(patience_seconds(self._recipe, seconds))
+            self._patience_seconds = patience_seconds(self._recipe, seconds)
+            self._ranks.expect_answers_within(self._patience_seconds)
         self._advice = self._lookout.look(step)
         if self._advice.saved:
             self._place.point(self._advice.saved, self._ranks.is_first)
@@ -238,8 +241,8 @@ def restore(
     if saved is not None:
         try:
             learner.load_state_dict(chosen[1] if chosen else checkpoint.load(folder.store, saved)[0])
-        except UserError as error:
-            failure = error
+        except UserError as error:  # the storage of this node, or it was pruned since: another start may do better
+            failure = error if ranks.is_first else StorageFailing(f"worker {ranks.rank} cannot load what worker 0 could: {error}")
     _raise_on_all(failure, ranks)
     start = torch.cat([learner.queue.fingerprint(), learner.queue.fingerprint().new_tensor([learner.step])])
     if not ranks.same_on_all(start):
@@ -253,6 +256,18 @@ def refuse_different_queues(learner: Learner, ranks: Ranks) -> None:
         raise RuntimeError(
             f"the queue differs between ranks at step {learner.step}; this is a fault in moco_ray, or in memory"
         )
+
+
+def _shared(run: str, place: Place) -> RunFolder:
+    """The run folder as this node sees it. Raises UserError if it does not."""
+    try:
+        return RunFolder.existing(run)
+    except StorageFailing:
+        raise
+    except UserError as error:
+        raise UserError(
+            f"node {place.node.name} does not see the run at {run}; --storage must be a URI, or a folder that all nodes share"
+        ) from error
 
 
 def _accept(saved: checkpoint.Saved, folder: RunFolder, about: dict[str, Any]) -> None:

@@ -39,8 +39,8 @@ def main() -> None:
         began, done, in_words = time.time(), Counter(), ""
         while sum(done.values()) < arguments.failures:
             time.sleep(draw.uniform(*WAITS))
-            if run.process.poll() is not None and run.process.returncode == 0:
-                raise SystemExit(f"the run ended after {sum(done.values())} failures: give it more --steps")
+            if run.process.poll() is not None:
+                raise SystemExit(f"the run ended with {run.process.returncode} after {sum(done.values())} failures:\n{run.words}")
             kind = draw.choices(list(KINDS), list(KINDS.values()))[0]
             if fail(kind, draw, cluster, nodes, run):
                 done[kind] += 1
@@ -50,12 +50,11 @@ def main() -> None:
         run.finish(900)
         run.refuse_other_than_undisturbed()
         again = run.events("continuing")
-        lost = [event["seconds_lost"] for event in run.events("caught_up")]
         print(in_words[-2000:])
         print(json.dumps({
             "failures": dict(done), "minutes": round(suffered / 60, 1), "attempts": len(run.attempts()),
             "restarts_told": len(again), "steps": arguments.steps,
-            "steps_recomputed": sum(recomputed(run)), "times_back_at_the_step_reached": len(lost),
+            "steps_recomputed": sum(recomputed(run)), "seconds_without_a_step_a_restart": pauses(run),
             "equal_to_undisturbed": "losses and last state to 1e-8",
         }, indent=1))  # fmt: skip
 
@@ -80,6 +79,13 @@ def fail(kind: str, draw: random.Random, cluster: Cluster, nodes: list, run: Car
     nodes.remove(node)
     nodes.append(cluster.add_node(2))
     return True
+
+
+def pauses(run: Carried) -> dict[str, float]:
+    """Seconds from the last step of an attempt to the first new one of a later attempt, over the steps as written down."""
+    entries = run.metrics()
+    found = sorted(b["wall_time"] - a["wall_time"] for a, b in zip(entries, entries[1:], strict=False) if a["attempt"] != b["attempt"])
+    return {"median": round(found[len(found) // 2], 1), "longest": round(found[-1], 1), "count": len(found)}
 
 
 def reached(run: Carried) -> int:

@@ -379,8 +379,7 @@ def damage(run: Store, one: checkpoint.Saved, how: str, tmp_path) -> str:
     return says
 
 
-HOW = ["missing", "truncated", "one bit flipped", "marker", "marker of another", "future version", "no checkpoint",
-       "pickle bomb", "no torch file"]  # fmt: skip
+HOW = ["missing", "truncated", "one bit flipped", "marker", "marker of another", "no checkpoint", "pickle bomb", "no torch file"]
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -408,6 +407,13 @@ def test_loading_a_damaged_checkpoint_names_it_the_cause_and_the_cure(run, tmp_p
     text = message(checkpoint.load, run, one, kind=Damaged)
     assert text.startswith(f"the checkpoint {run.place(one.name)}.pt is damaged: ") and says in text and "; " in text
     assert not (tmp_path / "executed").exists()
+
+
+def test_one_of_a_future_version_ends_the_search_for_the_one_before_would_make_it_a_thing_of_the_past(run, tmp_path):
+    saved(run, 20)
+    says = damage(run, saved(run, 30), "future version", tmp_path)
+    text = message(loaded, run)
+    assert says.removeprefix("it ") in text and text.endswith("use the release that wrote it")
 
 
 def test_several_damaged_ones_are_each_named_and_all_of_them_are_an_error(run, tmp_path):

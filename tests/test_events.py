@@ -77,7 +77,7 @@ def test_failures_before_the_first_step_and_damaged_checkpoints_are_told(story, 
 
 def test_a_rank_that_falls_silent_is_named_once_and_again_only_after_it_was_heard(story):
     begin(story, 0, "a", "b")
-    quiet, well = Pulse(5, SILENT_SECONDS + 1, 3), Pulse(5, 0.5, 3)
+    quiet, well = Pulse(5, SILENT_SECONDS + 1), Pulse(5, 0.5)
     story.pulses({0: well, 1: quiet}, 120)
     story.pulses({0: well, 1: quiet}, 120)
     told = [line[2] for line in story.lines if line[0] == "silent"]
@@ -89,7 +89,7 @@ def test_a_rank_that_falls_silent_is_named_once_and_again_only_after_it_was_hear
 
 def test_when_nobody_is_heard_it_is_the_driver_and_no_rank_is_named(story):
     begin(story, 0, "a", "b")
-    story.pulses({0: Pulse(5, 99, 3), 1: Pulse(5, 99, 3)}, 120)
+    story.pulses({0: Pulse(5, 99), 1: Pulse(5, 99)}, 120)
     assert "silent" not in [line[0] for line in story.lines]
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,47 @@ def test_a_storage_that_takes_nothing_for_a_while_loses_nothing(tmp_path, plan, 
     assert not folder.exists()
 
 
+def test_a_line_that_cannot_be_written_leaves_none_of_itself_and_no_later_checkpoint_passes(tmp_path, plan):
+    """A full disk, by a limit on the size of files."""
+    run = Store(str(tmp_path))
+    journal = Journal(run, plan, 0)
+    journal.record(entry(1), [])
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))
+    try:
+        with pytest.raises(UserError, match="cannot write in .*make room"):
+            journal.record(entry(2), [])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "metrics.jsonl").stat().st_size == size
+    with pytest.raises(UserError, match="cannot write in"):  # though there is room again: step 2 is not there
+        journal.sync()
+    journal.close()
+    assert Journal(run, plan, 0).record(entry(2), [])
+
+
+def test_once_the_run_is_another_s_nothing_is_written_any_more(run, plan):
+    journal = Journal(run, plan, 0)
+    journal.record(entry(1), [])
+    journal.sync()
+    journal.abandon(UserError("taken over"))
+    journal.record(entry(2), [])
+    with pytest.raises(UserError, match="taken over"):
+        journal.sync()
+    journal.close()
+    assert [e["step"] for e in lines(run, "metrics.jsonl")] == [1]
+
+
+def test_another_driver_knows_the_counters_of_the_one_before(run, plan):
+    journal = Journal(run, plan, 0)
+    journal.event("continuing", 50, "..", restarts=2, steps_recomputed=7, seconds_lost=1.5)
+    journal.event("saved", 60, "..")
+    journal.close()
+    counters = Journal(run, plan, 0).counters
+    assert (counters["restarts"], counters["steps_recomputed"], counters["seconds_lost"]) == (2, 7, 1.5)
+
+
 def _refuse(self, name, content):
     raise UserError("no room")
 
@@ -165,13 +207,13 @@ def test_whoever_speaks_for_an_older_attempt_is_not_heard_and_is_told_so():
     async def story():
         board = Mailbox(next_attempt=4)
         assert await board.begin() == 4
-        assert await board.tell(4, {"kind": "a"}) and await board.pulse(4, 0, 10) == {}
+        assert await board.tell(4, 0, {"kind": "a"}) and await board.pulse(4, 0, 10) == {}
         assert await board.begin() == 5
-        assert not await board.tell(4, {"kind": "b"}) and await board.pulse(4, 1, 11) is None
-        assert await board.flush(4) == ""
+        assert not await board.tell(4, 1, {"kind": "b"}) and await board.pulse(4, 1, 11) is None
+        assert await board.flush(4, 2) == "superseded"
         await board.fail(4, UserError("of before"))
         assert await board.fatal() is None and await board.pulses() == {}
-        assert [(m["kind"], m["attempt"]) for m in await board.take()] == [("a", 4)]
+        assert [(m["kind"], m["attempt"]) for m in await board.take(0)] == [("a", 4)]
 
     asyncio.run(story())
 
@@ -180,34 +222,33 @@ def test_a_flush_returns_when_the_driver_has_written_what_was_told_before_it():
     async def story():
         board = Mailbox(next_attempt=1)
         await board.begin()
-        await board.tell(1, {"kind": "record"})
-        waiting = asyncio.create_task(board.flush(1))
-        first, second = await board.take(), []
-        while len(first) + len(second) < 2:
-            second += await board.take()
-        record, flush = first + second
+        waiting = asyncio.create_task(board.flush(1, 1))  # overtakes the message before it
+        await asyncio.sleep(0.01)
+        assert await board.take(0) == []
+        await board.tell(1, 0, {"kind": "record"})
+        record, flush = await board.take(0)
         assert record["kind"] == "record" and not waiting.done()
-        await board.flushed(flush["flush"], "a full disk")
-        assert await waiting == "a full disk"
-        assert await board.take() == []
+        assert await board.take(0) == [record, flush]  # until the driver says that it has them
+        await board.flushed(flush["flush"], UserError("a full disk"))
+        assert str(await waiting) == "a full disk"
+        assert await board.take(flush["number"]) == []
 
     asyncio.run(story())
 
 
-def test_pulses_tell_how_long_a_rank_has_stood_at_its_step_and_the_first_fatal_error_stays():
+def test_pulses_bring_orders_back_and_the_end_once_there_is_a_fatal_error_of_which_the_first_stays():
     async def story():
         board = Mailbox(next_attempt=1)
         await board.begin()
         await board.pulse(1, 0, 7)
         await asyncio.sleep(0.05)
-        await board.pulse(1, 0, 7)
         pulse = (await board.pulses())[0]
-        assert pulse.step == 7 and pulse.step_age_seconds >= 0.05 > pulse.age_seconds
-        await board.fail(1, UserError("first"))
-        await board.stop(UserError("second"))
-        assert str(await board.fatal()) == "first"
+        assert pulse.step == 7 and pulse.age_seconds >= 0.05
         await board.order({"save": "now"})
         assert await board.pulse(1, 0, 8) == {"save": "now"}
+        await board.fail(1, UserError("first"))
+        await board.stop(UserError("second"))
+        assert str(await board.fatal()) == "first" and await board.pulse(1, 0, 9) is None
 
     asyncio.run(story())
 

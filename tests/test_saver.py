@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moco_ray.checkpoint import Saved
-from moco_ray.errors import UserError
+from moco_ray.errors import StorageFailing, UserError
 from moco_ray.lookout import Lookout, News, Notice
 from moco_ray.ranks import Ranks
 from moco_ray.saver import FAILED_SAVES, Saver, host_copy
@@ -64,13 +64,13 @@ def test_one_that_is_due_while_another_is_written_is_left_out_and_said_so_but_th
     assert steps == [1, 3] and told.kinds() == ["skipped 2", "saved 1", "saved 3"]
 
 
-def failing(times: int):
+def failing(times: int, kind: type[UserError] = UserError):
     left = [times]
 
     def write(step, state):
         if left[0] > 0:
             left[0] -= 1
-            raise UserError(f"could not save the checkpoint of step {step}: it rains")
+            raise kind(f"could not save the checkpoint of step {step}: it rains")
         return saved(step)
 
     return write
@@ -78,13 +78,39 @@ def failing(times: int):
 
 def test_a_failed_save_is_told_and_training_goes_on_until_several_in_a_row_have_failed():
     told = Told()
-    saver = Saver(failing(FAILED_SAVES), told)
+    saver = Saver(failing(FAILED_SAVES + 1), told)
     for step in range(1, FAILED_SAVES + 1):
         saver.save(step, {})
         saver.finish()
     assert told.kinds() == [f"not_saved {step}" for step in range(1, FAILED_SAVES + 1)] and "it rains" in told[0]["why"]
-    with pytest.raises(UserError, match="3 checkpoints in a row could not be saved; the last: .* step 3: it rains"):
-        saver.save(FAILED_SAVES + 1, {})
+    with pytest.raises(UserError, match="4 checkpoints in a row could not be saved; the last: .* step 4: it rains"):
+        saver.save(FAILED_SAVES + 1, {})  # is tried, and waited for
+
+
+def test_after_several_failures_the_next_save_decides():
+    told = Told()
+    saver = Saver(failing(FAILED_SAVES), told)
+    for step in range(FAILED_SAVES + 2):
+        saver.save(step, {})
+        if step < FAILED_SAVES:
+            saver.finish()
+    saver.finish()
+    assert told.kinds()[-2:] == ["saved 3", "saved 4"]
+
+
+def test_a_storage_that_may_come_back_is_waited_for(monkeypatch):
+    """Failures in a row do not end the run before the outage has lasted; the last save is tried all that time."""
+    monkeypatch.setattr("moco_ray.saver.PAUSE_SECONDS", 0.01)
+    told = Told()
+    saver = Saver(failing(FAILED_SAVES + 3, StorageFailing), told)
+    for step in range(FAILED_SAVES + 1):
+        saver.save(step, {})
+        saver.finish()
+    saver.save(9, {}, wait=True)
+    assert told.kinds()[-1] == "saved 9"
+    monkeypatch.setattr("moco_ray.saver.OUTAGE_SECONDS", 0.05)
+    with pytest.raises(UserError, match="checkpoints in a row could not be saved"):
+        Saver(failing(10**6, StorageFailing), Told()).save(9, {}, wait=True)
 
 
 def test_failures_that_are_not_in_a_row_do_not_add_up():
@@ -102,12 +128,29 @@ def test_failures_that_are_not_in_a_row_do_not_add_up():
     assert told.kinds()[-1] == "saved 5"
 
 
-def test_the_last_checkpoint_is_tried_again_and_its_failure_is_raised():
+def test_the_last_checkpoint_is_tried_again_and_its_failure_is_raised(monkeypatch):
+    monkeypatch.setattr("moco_ray.saver.PAUSE_SECONDS", 0.01)
     told = Told()
     Saver(failing(1), told).save(9, {}, wait=True)
     assert told.kinds() == ["not_saved 9", "saved 9"]
     with pytest.raises(UserError, match="it rains"):
-        Saver(failing(2), Told()).save(9, {}, wait=True)
+        Saver(failing(FAILED_SAVES), Told()).save(9, {}, wait=True)
+
+
+def test_one_that_was_asked_for_is_not_left_out_but_follows_the_one_being_written():
+    go, steps = threading.Event(), []
+
+    def write(step, state):
+        assert go.wait(10)
+        steps.append(step)
+        return saved(step)
+
+    saver = Saver(write, Told())
+    saver.save(1, {})
+    threading.Timer(0.1, go.set).start()
+    saver.save(2, {}, must=True)
+    saver.finish()
+    assert steps == [1, 2]
 
 
 def test_a_fault_of_ours_in_the_thread_is_raised_at_the_next_save():

@@ -62,6 +62,8 @@ class OnDisk:
                     if time.monotonic() > end:
                         raise UserError(f"{path} is locked by another process; wait for it, or stop it") from None
                     time.sleep(0.01)
+                except OSError as error:  # some shared disks know no locks
+                    raise UserError(f"{path} cannot be locked ({error}); use a storage that can, as s3:// or a local disk") from error
             yield
 
 

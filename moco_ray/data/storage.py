@@ -288,8 +288,7 @@ class Store:
                     raise  # ours; what fsspec's filesystems raise is of many kinds
                 cure = self._cure(error, name)
                 if cure or attempt == tries - 1:
-                    lasting = cure or self.is_local
-                    raise (UserError if lasting else StorageFailing)(self._told(what, name, error, cure)) from error
+                    raise (UserError if cure else StorageFailing)(self._told(what, name, error, cure)) from error
             time.sleep(FIRST_PAUSE_SECONDS * 2**attempt * random.uniform(0.5, 1.5))
         raise AssertionError("the last try returns or raises")
 
