@@ -9,6 +9,7 @@ internal to Ray: all here is best effort, and without it a run is only slower to
 import contextlib
 import socket
 import time
+from collections import Counter
 
 import ray
 
@@ -17,8 +18,10 @@ ANSWER_SECONDS = 5.0
 
 
 def living() -> dict[str, str]:
-    """Id to name of each node that Ray calls alive."""
-    return {node["NodeID"]: node["NodeName"] or node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    """Id to name of each node that Ray calls alive; of nodes of one name the beginning of the id is part of it."""
+    names = {node["NodeID"]: node["NodeName"] or node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    count = Counter(names.values())
+    return {node: name if count[name] == 1 else f"{name}/{node[:6]}" for node, name in names.items()}
 
 
 def nodes_leaving() -> dict[str, float | None]:

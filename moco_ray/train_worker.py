@@ -11,6 +11,7 @@ import ray.train
 import ray.train.torch
 
 from moco_ray.checkpoint import Saved
+from moco_ray.cluster import living
 from moco_ray.data.storage import Store
 from moco_ray.session import Room
 from moco_ray.worker import Node, Place, carry
@@ -20,7 +21,7 @@ def train_worker(config: dict[str, Any]) -> None:
     """One rank of a run: what Ray Train calls in each of its processes."""
     room: Room = config["room"]
     node = ray.get_runtime_context().get_node_id()
-    name = next((n["NodeName"] or n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node), node[:8])
+    name = living().get(node, node[:8])
     place = Place(ray.train.torch.get_device(), Node(node, name), room.worker_cpus, room.data_cpus, partial(_point, config["job"].run))
     carry(config["job"], place)
 

@@ -47,7 +47,7 @@ def test_an_autoscaled_cluster_grows_for_a_run_and_shrinks_after_it(tmp_path):
         run.wait(lambda: bool(run.attempts()) and run.attempts()[-1]["workers"] == 3, 240, "three workers")
         assert len(cluster.living()) == 4
         run.finish()
-        cluster.wait_for_nodes(1, 90)
+        cluster.wait_for_nodes(1, 260)  # what the data tasks asked for is forgotten by Ray after three minutes
         run.refuse_other_than_undisturbed()
 
 
@@ -87,7 +87,7 @@ def test_when_access_is_lost_for_good_the_run_stops_with_its_last_good_checkpoin
     proxy.fault("POST", "", "403", times=None)
     code = run.process.wait(timeout=200)
     last = run.newest()
-    assert code == 2 and "3 checkpoints in a row could not be saved" in run.words, run.words
+    assert code == 2 and "4 checkpoints in a row could not be saved" in run.words, run.words
     assert "credentials" in run.words and "Traceback" not in run.words
     assert checkpoint.load(Store(str(run.run)), last)[0]["step"] == last.step < run.steps
     proxy.clear()
