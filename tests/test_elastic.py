@@ -81,7 +81,7 @@ def test_after_its_driver_was_killed_the_same_command_goes_on(story):
 
 def test_a_lost_node_leaves_fewer_workers_and_the_same_run(story):
     last = story.run.attempts()[-1]
-    assert last["workers"] == 1 and last["from_step"] >= 18
+    assert last["workers"] == 1 and last["from_step"] >= story.run.attempts()[2]["from_step"] > 0
     assert "lost node node2" in story.second_words and "continuing with 1 worker (2 before)" in story.second_words
     assert {e["workers"] for e in story.run.metrics()} == {1, 2}
     seconds = story.run.next_step_seconds(story.moments["node killed"], last["number"] - 1)
