@@ -37,7 +37,7 @@ class Desk:
         self._nodes: set[str] = set()  # ids, of this attempt's workers
         self.events = Events(self._happened, journal.last_step, journal.counters)
         self._heard = 0  # number of the last message
-        self._seconds_a_step, self._last_record = 0.0, (0, 0.0)
+        self._seconds_a_step = 0.0
         self._running, self._waiting_since, self._recounted = False, time.monotonic(), 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="desk", daemon=True)
