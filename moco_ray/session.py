@@ -49,7 +49,10 @@ class Room(NamedTuple):
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         fit = sum(int(min(node.get(kind, 0) / amount for kind, amount in self.claim.items())) for node in nodes)
         each = " and ".join(f"{amount:g} {kind}" for kind, amount in self.claim.items())
-        return f"the cluster has room for {fit} of at least {workers.least or workers.most}, each with {each}"
+        least = workers.least or workers.most
+        if fit >= least:
+            return f"they are being started; the cluster has room for {fit}, each with {each}"
+        return f"the cluster has room for {fit} of at least {least}, each with {each}; waiting for machines to come"
 
 
 @contextlib.contextmanager
