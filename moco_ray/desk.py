@@ -23,6 +23,7 @@ from moco_ray.progress import Progress
 from moco_ray.worker import patience_seconds
 
 LOOK_SECONDS = 1.0  # between two looks at the cluster
+JOINED_SECONDS = 12.0  # that a new node is kept to ourselves, for a checkpoint to be written first
 RECOUNT_SECONDS = 3.0  # so that an elastic run grows soon after a node has joined
 WAITING_SECONDS = 30.0  # without workers, before a line says what is waited for
 
@@ -90,6 +91,7 @@ class Desk:
             events.failed(message["causes"])
         elif kind == "saved":
             interval = self._plan.recipe.run.checkpoint_every_steps
+            self._recounted = min(self._recounted, time.monotonic())
             events.saved(message, self._seconds_a_step, interval if message["step"] < self._plan.total_steps else 0)
             self._progress.safe(events.safe_step)
         elif kind == "not_saved":
@@ -131,8 +133,9 @@ class Desk:
         if leaving:
             self._board.order.remote({"leaving": leaving})
         joined = self.events.cluster(living())
-        if joined and self._running:  # Ray Train will start the workers anew to use it, and does not ask before
+        if joined and self._running:  # Ray Train starts the workers anew as soon as it knows, and does not ask before
             self._board.order.remote({"save": (f"node {joined[0]} joined", time.time())})
+            self._recounted = time.monotonic() + JOINED_SECONDS
         if not self._running and time.monotonic() - self._waiting_since > WAITING_SECONDS:
             self._waiting_since = time.monotonic()
             self._happened("waiting", self.events.reached, f"no workers yet: {self._waiting_for()}")

@@ -170,7 +170,14 @@ def _fit(job: Job, folder: RunFolder, workers: Workers, room: Room, debug: bool)
                 error = failure
             except SystemExit as exit_:  # Ray Train's answer to Ctrl-C, once its workers are gone
                 raise KeyboardInterrupt from exit_
-        if (fatal := ray.get(job.board.fatal.remote())) is not None:
+        try:
+            fatal = ray.get(job.board.fatal.remote())
+        except ray.exceptions.RayError as lost:
+            raise UserError(
+                f"the Ray cluster was lost ({_one_line(lost)}); when it is back, `moco-ray resume {folder.place}` goes on from the "
+                "newest checkpoint"
+            ) from lost
+        if fatal is not None:
             raise fatal
         if error is None:
             return
