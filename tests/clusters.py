@@ -23,12 +23,13 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 from ray._raylet import GcsClient
 
 STORE_BYTES = 150 << 20  # of each node's object store
-# A node is dead after 3 checks of 1 s without an answer. These are the head's, which tells the nodes.
+# A node is dead after 3 checks of 1 s without an answer; it has time to begin. These are the head's, which tells the nodes.
 FAST_CHECKS = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
+    "RAY_raylet_start_wait_time_s": "120",  # on a busy machine
 }
 ALIVE, DRAIN_FOR_PREEMPTION = 0, 2  # ray's GcsNodeInfo.GcsNodeState and autoscaler.DrainNodeReason
 
