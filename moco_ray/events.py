@@ -149,6 +149,7 @@ class Events:
             )
 
     def saved(self, message: dict[str, Any], step_seconds: float, interval: int) -> None:
+        """A checkpoint became whole: what it took, and what a failure would cost now."""
         step = message["step"]
         self.safe_step = max(self.safe_step, step)
         cost = f"a failure now costs {_steps(max(0, self.reached - step))}"
@@ -164,12 +165,14 @@ class Events:
         )
 
     def not_saved(self, message: dict[str, Any]) -> None:
+        """One could not be written; training goes on."""
         at_stake = self.reached - self.safe_step
         self._tell(
             "not_saved", message["step"], f"{message['why']}. Training goes on; a failure now costs {_steps(at_stake)}"
         )
 
     def skipped(self, message: dict[str, Any]) -> None:
+        """One was due while the one before was still being written."""
         self._tell(
             "save_skipped",
             message["step"],

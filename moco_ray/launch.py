@@ -225,6 +225,7 @@ class _Guard(ray.train.UserCallback):
         self._failing_since: float | None = None  # a storage, and no step since
 
     def after_exception(self, run_context, worker_exceptions: dict[int, Exception]) -> None:
+        """Ray Train calls it with rank -> exception. Raises to end the run; returns to have the workers started again."""
         causes = {rank: _one_line(error) for rank, error in worker_exceptions.items()}
         ray.get(self._board.post.remote({"kind": "failed", "causes": causes}))
         fatal = ray.get(self._board.fatal.remote())

@@ -98,6 +98,7 @@ class _Rank:
         self._learner = Learner.new(self._recipe, place.device)
 
     def train(self) -> None:
+        """From the newest checkpoint to the last step. Collective."""
         learner, ranks, recipe = self._learner, self._ranks, self._recipe
         saved, skipped = restore(learner, self._folder, self._about, ranks)
         self._own_order: tuple[str, float] | None = None
