@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 
 from moco_ray import attempts as registry
-from moco_ray.attempts import Attempt
 from moco_ray.data import order
 from moco_ray.data.storage import PIECE_BYTES, Store, one_line
 from moco_ray.errors import StorageFailing, UserError
@@ -78,20 +77,11 @@ def pack(state: dict[str, Any], about: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def save(
-    run: Store,
-    step: int,
-    attempt: int,
-    content: bytes,
-    about: dict[str, Any],
-    keep: int,
-    attempts: list[Attempt] | None = None,
-) -> Saved:
+def save(run: Store, step: int, attempt: int, content: bytes, about: dict[str, Any], keep: int) -> Saved:
     """Store a checkpoint, read it back, mark it, and prune all but the newest `keep` believed ones.
 
-    `content` is from `pack`; `attempts` are all that are registered, read anew if None. Raises UserError when it cannot
-    be stored or came back otherwise, and when a later attempt carries the run; then there is no marker, and the
-    checkpoints before it stay as they were.
+    `content` is from `pack`. Raises UserError when it cannot be stored or came back otherwise, and when a later attempt
+    carries the run; then there is no marker, and the checkpoints before it stay as they were.
     """
     saved = Saved(step, attempt, len(content), hashlib.sha256(content).hexdigest(), about)
     try:
@@ -110,7 +100,7 @@ def save(
                 "`moco-ray resume` goes on from there"
             ) from error
     with contextlib.suppress(UserError):  # what cannot be deleted now is tried again at the next save
-        _prune(run, saved, keep, attempts)
+        _prune(run, saved, keep)
     return saved
 
 
@@ -212,13 +202,13 @@ def _remove(saved: Saved) -> str:
     return f"remove {saved.name}.json so that the one before it is used, or put the file back as it was"
 
 
-def _survey(run: Store, attempts: list[Attempt] | None = None) -> list[_Found]:
+def _survey(run: Store) -> list[_Found]:
     """Everything in the folder of checkpoints, newest first. A marker of what is not believed is not read."""
     parts: dict[tuple[int, int], dict[str, int]] = {}
     for entry in run.below(FOLDER).list():
         if match := NAME.fullmatch(entry.name):
             parts.setdefault((int(match[1]), int(match[2] or 0)), {})[match[3]] = entry.bytes
-    attempts = registry.all_of(run) if attempts is None else attempts  # later than the listing: it cannot miss one
+    attempts = registry.all_of(run)  # later than the listing: it cannot miss one
     found = []
     for (step, attempt), sizes in sorted(parts.items(), reverse=True):
         believed = all(step <= later.from_step for later in attempts if later.number > attempt)
@@ -298,12 +288,12 @@ def _last_whole(run: Store) -> tuple[Saved | None, str]:
     return last, f"the checkpoint of step {last.step} is whole" if last else "there is no earlier checkpoint"
 
 
-def _prune(run: Store, saved: Saved, keep: int, attempts: list[Attempt] | None) -> None:
+def _prune(run: Store, saved: Saved, keep: int) -> None:
     """Delete what `saved`, which was read back, makes superfluous; nothing that another process may be writing.
 
     The marker goes first: a half-deleted checkpoint is no checkpoint. Raises UserError at the first that stays.
     """
-    found = _survey(run, attempts)
+    found = _survey(run)
     good = [one.name for one in found if one.believed and one.saved]
     if saved.name not in good:  # a later attempt began meanwhile: what is superfluous is its to say
         return

@@ -51,7 +51,7 @@ class Events:
         recomputed = f"{_steps(again)} {'is' if again == 1 else 'are'} computed again" if again else "no step is lost"
         if not before:
             self.recomputed += again
-            cost = f", {recomputed}" if start else ""
+            cost = f", {recomputed}" if start and again else ""  # an earlier driver may have done more than it could write
             self._tell(
                 "started",
                 start,

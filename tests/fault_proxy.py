@@ -16,7 +16,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple, Self
 from urllib.parse import urlsplit
 
-REFUSALS = {"403": ("Forbidden", "AccessDenied"), "404": ("Not Found", "NoSuchKey"), "503": ("Slow Down", "SlowDown")}
+REFUSALS = {  # status, reason, and the code in the body
+    "403": (403, "Forbidden", "AccessDenied"),
+    "404": (404, "Not Found", "NoSuchKey"),
+    "503": (503, "Slow Down", "SlowDown"),
+    "expired": (400, "Bad Request", "ExpiredToken"),  # as AWS answers to a token of yesterday
+    "full": (507, "Insufficient Storage", "XMinioStorageFull"),  # as MinIO answers when its disks are full
+}
 KINDS = (*REFUSALS, "reset", "cut", "stall", "lost_reply")
 NOT_FORWARDED = {"connection", "expect", "keep-alive"}
 REWRITTEN = {"connection", "content-length", "keep-alive", "transfer-encoding"}
@@ -92,7 +98,7 @@ class FaultProxy:
         """Lets matching requests fail: the first rule that takes a request decides.
 
         method None matches all. `skip` matching requests pass first, then `times` fail (None: for ever).
-        "403", "404" and "503" answer without asking the server. All other kinds reach it first: "reset" (RST) and
+        "403", "404", "503", "expired" and "full" answer without asking the server. All other kinds reach it first: "reset" (RST) and
         "cut" (an orderly close) break off the reply after `after_bytes` of its body (None: half of it), "stall" pauses
         there for `seconds`, and "lost_reply" closes without a byte. So do the former for a reply without a body.
         """
@@ -183,12 +189,12 @@ class _Handler(BaseHTTPRequestHandler):
             yield line
 
     def _refusal(self, kind: str) -> tuple[bytes, bytes]:
-        reason, code = REFUSALS[kind]
+        status, reason, code = REFUSALS[kind]
         content = (
             f'<?xml version="1.0" encoding="UTF-8"?><Error><Code>{code}</Code>'
             f"<Message>Injected by the fault proxy.</Message></Error>"
         ).encode()
-        head = _head(int(kind), reason, [("Content-Type", "application/xml"), ("Content-Length", str(len(content)))])
+        head = _head(status, reason, [("Content-Type", "application/xml"), ("Content-Length", str(len(content)))])
         return head, b"" if self.command == "HEAD" else content
 
     def _forward(self, body: bytes) -> tuple[bytes, bytes]:

@@ -451,17 +451,29 @@ def test_pauses_double_are_scattered_and_end_after_the_fifth_try(tmp_path, pause
     assert len(pauses) == 4, "a disk is asked once"
 
 
-def test_a_403_is_not_asked_a_second_time(faulty, pauses):
+@pytest.mark.parametrize("refusal", ["403", "expired"])
+def test_refused_credentials_are_not_tried_a_second_time(faulty, pauses, refusal):
     proxy, store = faulty
     for method, call in {
         "GET": lambda: store.read("object"),
         "HEAD": lambda: store.size("object"),
         "PUT": lambda: store.write("new", b"x"),
+        "DELETE": lambda: store.delete("object"),
     }.items():
         proxy.clear()
-        proxy.fault(method, "/p/", "403", times=None)
+        proxy.fault(method, "/p/", refusal, times=None)
         assert CREDENTIALS in message(call)
-        assert proxy.outcomes(method) == ["403"]
+        assert proxy.outcomes(method) == [refusal]
+    assert pauses == []
+
+
+def test_a_full_bucket_is_told_as_that(faulty, pauses):
+    proxy, store = faulty
+    for content, method in ((b"x", "PUT"), (PARTS, "POST")):
+        proxy.clear()
+        proxy.fault(method, "/p/new", "full", times=None)
+        assert "the storage is full" in (text := message(store.write, "new", content)) and "make room" in text, text
+        assert "full" in proxy.outcomes(method) and store.size("new") is None, proxy.requests
     assert pauses == []
 
 

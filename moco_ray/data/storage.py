@@ -222,7 +222,8 @@ class Store:
         """Write a file whole or not at all, and see that as many bytes are stored.
 
         A local file is written under another name and renamed. An object appears when its upload is complete; if the
-        reply to that is lost, the object is compared with `content` before the upload is called a failure.
+        reply to that is lost, the object is compared with `content` before the upload is called a failure. One object
+        over another, longer than a part (10 MB): if the storage refuses the upload, both may be gone.
         """
         if self.is_local:
             self.attempt("written", name, lambda: _write_local(Path(self._path(name)), content))
@@ -235,6 +236,7 @@ class Store:
                     file.write(content)
             except OSError:
                 if not self._holds(name, content):
+                    self._remove_if_empty(name)
                     raise
             stored = filesystem.get_file_info(path).size
             if stored != len(content):
@@ -251,6 +253,12 @@ class Store:
                 pieces = (content[start : start + PIECE_BYTES] for start in range(0, len(content), PIECE_BYTES))
                 return file.size() == len(content) and all(file.read(len(piece)) == piece for piece in pieces)
         return False
+
+    def _remove_if_empty(self, name: str) -> None:
+        """What pyarrow leaves of an upload in parts that the storage did not let it begin."""
+        with contextlib.suppress(OSError, UserError):
+            if self._opened[0].get_file_info(self._path(name)).size == 0:
+                self.delete(name)
 
     def delete(self, name: str) -> None:
         """Remove a file; that it is gone already is fine."""
@@ -316,6 +324,8 @@ class Store:
                 "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or the machine's role (s3:GetObject and s3:ListBucket to read, "
                 "s3:PutObject and s3:DeleteObject to write)"
             )
+        if any(word in text for word in FULL):
+            return "the storage is full, or a quota is reached: make room"
         if isinstance(error, OSError) and error.errno in (28, 122, 30):  # no space, quota, read-only
             return "make room or mend the storage"
         return ""
@@ -326,6 +336,8 @@ class Store:
 DENIED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "EXPIRED_TOKEN", "INVALID_CLIENT_TOKEN_ID",
           "InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied", "Forbidden", "HTTP status 403",
           "HTTP status 400", "Unable to locate credentials", "UnsupportedAlgorithm")  # fmt: skip
+# 507 is MinIO's and Ceph's; AWS itself is never full.
+FULL = ("HTTP status 507", "StorageFull", "QuotaExceeded", "InsufficientStorage")
 
 
 def one_line(error: BaseException) -> str:
