@@ -200,7 +200,7 @@ def _transport(recipe: Recipe) -> Stage:
 def _plane(manifest: Manifest, plan: Plan, seconds: float) -> dict[str, Any]:
     """The rate of `stream.batches` for one rank that takes what it gets, after its first step."""
     count, passed = 0, 0.0
-    stream = batches(manifest, plan.recipe, plan, 1, 0, 0, len(os.sched_getaffinity(0)))
+    stream = batches(manifest, plan.recipe, plan, 1, 0, 0, len(os.sched_getaffinity(0)), head_start=False)
     next(stream)
     began = time.perf_counter()
     while passed < seconds:

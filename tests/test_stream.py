@@ -10,6 +10,7 @@ import shutil
 import tarfile
 import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -141,9 +142,9 @@ def reference(source: Source) -> list[dict]:
     return run
 
 
-def streamed(source: Source, world: int, rank: int, start: int) -> list:
-    """A rank's batches as numpy: (epoch, crops, positions, rows, bad) each."""
-    found = stream.batches(source.manifest, source.recipe, source.plan, world, rank, start)
+def streamed(source: Source, world: int, rank: int, start: int, head_start: bool = False) -> list:
+    """A rank's batches as numpy: (epoch, crops, positions, rows, bad) each. By default all of them are made by Ray's tasks."""
+    found = stream.batches(source.manifest, source.recipe, source.plan, world, rank, start, head_start=head_start)
     return [(b.epoch, b.crops.numpy().copy(), b.positions.numpy().copy(), b.rows.numpy().copy(), b.bad) for b in found]
 
 
@@ -172,8 +173,9 @@ def assert_is_the_run(source: Source, ranks: list[list], start: int) -> None:
 
 def test_one_rank_streams_the_run_and_a_damaged_image_is_replaced_and_listed(cluster, folder):
     source = source_of(folder / "damaged")
-    ranks = [streamed(source, 1, 0, 0)]
+    ranks = [streamed(source, 1, 0, 0, head_start=True)]
     assert_is_the_run(source, ranks, 0)
+    assert_is_the_run(source, [streamed(source, 1, 0, 0)], 0)
     bad = [one for batch in ranks[0] for one in batch[4]]
     assert {one.row for one in bad} <= set(BAD) and len(bad) >= len(BAD)
     assert {(one.row, one.kind) for one in bad} >= {(100, "not an image"), (1500, "empty")}
@@ -199,7 +201,7 @@ def test_two_ranks_with_one_spare_cpu_resume_within_a_window_what_another_world_
     assert ray.available_resources()["CPU"] == 1
     for start in (3, 9):  # within the first window, and within the second
         with ThreadPoolExecutor(2) as threads:
-            ranks = list(threads.map(lambda rank, start=start: streamed(source, 2, rank, start), range(2), timeout=300))
+            ranks = list(threads.map(lambda rank, start=start: streamed(source, 2, rank, start, start == 3), range(2), timeout=300))
         assert_is_the_run(source, ranks, start)
     ray.kill(workers)
 
@@ -299,9 +301,44 @@ def test_a_batch_is_a_block_in_shared_memory_and_not_a_copy(cluster, folder, mon
     keep = stream._tensor
     monkeypatch.setattr(stream, "_tensor", lambda array: seen.append(array) or keep(array))
     source = source_of(folder / "good", steps=3, augment={"image_pixels": 32})
-    for batch in stream.batches(source.manifest, source.recipe, source.plan, 1, 0, 0):
+    for batch in stream.batches(source.manifest, source.recipe, source.plan, 1, 0, 0, head_start=False):
         assert batch.crops.shape == (256, 2, 32, 32, 3) and batch.crops.dtype == torch.uint8
     assert len(seen) == 9 and not any(array.flags.writeable or array.flags.owndata for array in seen)
+
+
+@pytest.mark.parametrize("ready_after", [0, 1, 3, 8, 99])
+def test_a_rank_makes_steps_itself_until_the_tasks_have_theirs_and_no_step_is_missed_or_repeated(monkeypatch, ready_after):
+    ready, made = threading.Event(), []
+
+    def pipeline(work, shape, part):
+        ready.wait(30)
+        return ({"who": "tasks", "step": step, "task": [step // 8]} for task in part for step in range(8 * task, 8 * task + 8))
+
+    def own():
+        for step in range(8):
+            if step == ready_after:
+                ready.set()
+                time.sleep(0.2)
+            made.append(step)
+            yield {"who": "rank", "step": step}
+        ready.set()
+
+    if ready_after == 0:
+        ready.set()
+    monkeypatch.setattr(stream, "_start_pipeline", pipeline)
+    monkeypatch.setattr(stream, "TASKS_PER_PIPELINE", 2)
+    found = list(stream.in_order(None, 3, stream.Shape(1, 1, 1, 1.0), own()))
+    assert [columns["step"] for columns in found] == list(range(24))
+    own_steps = [columns["step"] for columns in found if columns["who"] == "rank"]
+    assert own_steps == made == list(range(min(ready_after + 1, 8)))
+
+
+def test_a_damaged_first_file_is_told_by_the_rank_itself(cluster, folder, tmp_path):
+    shutil.copytree(folder / "good", tmp_path / "gone")
+    source = source_of(tmp_path / "gone")
+    os.remove(tmp_path / "gone" / "2.parquet")
+    with pytest.raises(UserError, match="gone/2.parquet cannot be read .*: put it back"):
+        streamed(source, 1, 0, 0, head_start=True)
 
 
 def test_labelled_images_come_in_the_order_asked_for_without_the_damaged_ones(cluster, folder):

@@ -12,6 +12,8 @@ How Ray 2.60 is used, and why (read in its source, and tried):
   a step's bytes each yield is one block, and then a batch is that block in shared memory: no copy, read-only.
 - Starting a pipeline costs about 2.5 ms for each task it will ever have, so a run is a chain of pipelines of 256
   tasks; the next one is started while the last tasks of this one are consumed, so that no CPU falls idle.
+- Before its first block come new processes, each with 5 s of imports, and a start or restart would wait for them. So the
+  rank, which has imported all of that, makes its first steps itself until the pipeline's first block is there.
 - The executor is a thread of this process. While it holds back a task whose output waits to be taken, its loop spins:
   seen taking 0.6 of a core and the trainer's interpreter with it. A callback makes each turn of the loop pause.
 """
@@ -21,10 +23,10 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -58,22 +60,26 @@ def batches(
     rank: int,
     start_step: int,
     data_cpus: float | None = None,
+    head_start: bool = True,
 ) -> Iterator[Batch]:
     """This rank's rows of the steps start_step .. plan.total_steps-1, in order, one Batch a step.
 
     Steps count over the whole run; epoch = step // steps_per_epoch. Crops are read-only views of Ray's object store
     where possible: never write into them, and let them go, for they hold its memory. Needs a running Ray, of which
-    `data_cpus` CPUs (all, by default) are for the data tasks of all ranks together. Raises UserError if a file cannot
+    `data_cpus` CPUs (all, by default) are for the data tasks of all ranks together; with `head_start` this process makes
+    steps of its own until their first is there, at most a segment. Raises UserError if a file cannot
     be read or nothing can replace a bad row, and RuntimeError if rows arrive that the plan does not expect.
     """
     plan.refuse_world(world)
     segments = Segments(plan, world, rank, start_step)
-    shared = ray.put((Source(manifest, recipe, plan), segments))
+    source = Source(manifest, recipe, plan)
+    shared = ray.put((source, segments))
     row_bytes = 2 * 3 * recipe.augment.image_pixels**2
     data_cpus = ray.cluster_resources().get("CPU", 1) if data_cpus is None else data_cpus
     shape = Shape(segments.rows_per_step, row_bytes, *tasks_of_a_rank(data_cpus, world, manifest.store.is_local))
+    own = segment_steps(source, segments.groups, segments[0]) if head_start and len(segments) else ()
     step = start_step
-    for columns in in_order(partial(_segment_task, shared), len(segments), shape):
+    for columns in in_order(partial(_segment_task, shared), len(segments), shape, own):
         yield _batch(columns, segments, step)
         step += 1
     if step != max(start_step, plan.total_steps):
@@ -213,10 +219,13 @@ def tasks_of_a_rank(data_cpus: float, ranks: int, is_local: bool) -> tuple[int, 
     return max(1, int(share * per_cpu)), 0.45 / max(per_cpu, math.ceil(1 / share))  # whole numbers of them fill a CPU
 
 
-def in_order(work: Callable[[int], Iterator[Columns]], tasks: int, shape: Shape) -> Iterator[Columns]:
+def in_order(
+    work: Callable[[int], Iterator[Columns]], tasks: int, shape: Shape, own: Iterable[Columns] = ()
+) -> Iterator[Columns]:
     """The columns that work(0), work(1), .. work(tasks-1) yield, in this order, `shape.block_rows` rows at a time.
 
-    All that a task yields has as many rows, except the very last. Raises the UserError that a task raised.
+    All that a task yields has as many rows, except the very last. `own` begins as work(0) does, and is taken from until
+    the tasks' first block is there. Raises the UserError that a task raised.
     """
     starts = range(0, tasks, TASKS_PER_PIPELINE)
 
@@ -227,10 +236,16 @@ def in_order(work: Callable[[int], Iterator[Columns]], tasks: int, shape: Shape)
     with ThreadPoolExecutor(1, "next-pipeline") as thread:
         following: Future | None = thread.submit(start, part_of(0)) if starts else None
         try:
+            done = 0
+            for columns in own:
+                yield columns
+                done += 1
+                if following is None or following.done():
+                    break
             for index in range(len(starts)):
                 part = part_of(index)
                 blocks, following = following.result(), None
-                for columns in blocks:
+                for columns in islice(blocks, done if index == 0 else 0, None):
                     late = columns["task"][0] >= part.stop - shape.tasks_in_flight  # all of this one are at work
                     if late and following is None and index + 1 < len(starts):
                         following = thread.submit(start, part_of(index + 1))

@@ -191,7 +191,7 @@ def measure_plane(folder: str, core: int) -> dict[str, float]:
     first = WARM_EPOCHS * plan.steps_per_epoch - 1
     last = first + MEASURED_EPOCHS * plan.steps_per_epoch
     rows, start, stop = 0, {}, {}
-    for step, batch in enumerate(batches(manifest, RECIPE, plan, WORLD, 0, 0)):
+    for step, batch in enumerate(batches(manifest, RECIPE, plan, WORLD, 0, 0, head_start=False)):
         if step < first:
             pin_workers(core)
         elif step == first:
