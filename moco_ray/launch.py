@@ -190,8 +190,17 @@ def _fit(job: Job, folder: RunFolder, workers: Workers, room: Room, debug: bool)
         ray.get(job.board.post.remote({"kind": "failed", "causes": {0: f"Ray Train's controller: {_one_line(error)}"}}))
 
 
+class _Trainer(ray.train.torch.TorchTrainer):
+    """Ray Train's, less the process of 3 s of CPU time that it starts with the workers, also at a restart, for data sets: it is
+    given none. If another release of Ray makes its callbacks elsewhere, nothing but that is lost.
+    """
+
+    def _create_default_callbacks(self) -> list:
+        return [one for one in super()._create_default_callbacks() if type(one).__name__ != "DatasetsCallback"]
+
+
 def _trainer(job: Job, notes: str, workers: Workers, room: Room, debug: bool) -> ray.train.torch.TorchTrainer:
-    return ray.train.torch.TorchTrainer(
+    return _Trainer(
         train_worker,
         train_loop_config={"job": job, "room": room},
         scaling_config=ray.train.ScalingConfig(

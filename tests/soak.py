@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.carried import Carried
 from tests.clusters import Cluster
 
-WAITS = (4.0, 16.0)  # seconds between two failures
+WAITS = (1.0, 34.0)  # seconds between two failures: a restart takes about 17
 KINDS = {"worker": 4, "node": 3, "drain": 2, "driver": 1}  # weights
 
 

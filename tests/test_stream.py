@@ -306,16 +306,20 @@ def test_a_batch_is_a_block_in_shared_memory_and_not_a_copy(cluster, folder, mon
     assert len(seen) == 9 and not any(array.flags.writeable or array.flags.owndata for array in seen)
 
 
-@pytest.mark.parametrize("ready_after", [0, 1, 3, 8, 99])
-def test_a_rank_makes_steps_itself_until_the_tasks_have_theirs_and_no_step_is_missed_or_repeated(monkeypatch, ready_after):
-    ready, made = threading.Event(), []
+@pytest.mark.parametrize("tasks_in_flight", [1, 2])
+@pytest.mark.parametrize("ready_after", [0, 3, 7, 8, 19, 99])
+def test_a_rank_makes_steps_itself_until_the_tasks_have_theirs_and_no_step_is_missed_or_repeated(
+    monkeypatch, ready_after, tasks_in_flight
+):
+    ready, made, started_at = threading.Event(), [], []
 
     def pipeline(work, shape, part):
+        started_at.append(len(made))
         ready.wait(30)
-        return ({"who": "tasks", "step": step, "task": [step // 8]} for task in part for step in range(8 * task, 8 * task + 8))
+        return ({"who": "tasks", "step": step, "task": [task]} for task in part for step in range(8 * task + 8, 8 * task + 16))
 
     def own():
-        for step in range(8):
+        for step in range(32):  # as many as the tasks make, and the eight before
             if step == ready_after:
                 ready.set()
                 time.sleep(0.2)
@@ -323,14 +327,16 @@ def test_a_rank_makes_steps_itself_until_the_tasks_have_theirs_and_no_step_is_mi
             yield {"who": "rank", "step": step}
         ready.set()
 
-    if ready_after == 0:
-        ready.set()
     monkeypatch.setattr(stream, "_start_pipeline", pipeline)
     monkeypatch.setattr(stream, "TASKS_PER_PIPELINE", 2)
-    found = list(stream.in_order(None, 3, stream.Shape(1, 1, 1, 1.0), own()))
-    assert [columns["step"] for columns in found] == list(range(24))
+    stretched = stream.in_order(None, 3, stream.Shape(1, 1, tasks_in_flight, 1.0), stream.OwnSteps(own(), ahead=8))
+    first = next(stretched)
+    time.sleep(0.2)  # the first step is computed
+    assert started_at == ([] if tasks_in_flight == 1 else [0])
+    found = [first, *stretched]
+    assert [columns["step"] for columns in found] == list(range(32))
     own_steps = [columns["step"] for columns in found if columns["who"] == "rank"]
-    assert own_steps == made == list(range(min(ready_after + 1, 8)))
+    assert own_steps == made == list(range(min(max(ready_after + 1, 8), 32)))
 
 
 def test_a_damaged_first_file_is_told_by_the_rank_itself(cluster, folder, tmp_path):

@@ -48,7 +48,7 @@ def reading(manifest: Manifest, plan: Plan, world: int) -> Reading:
         read += float(manifest.chunk_bytes[touched].sum())
         used += float((manifest.chunk_bytes[touched] * counts / manifest.chunk_rows[touched]).sum())
         chunks += len(touched)
-        step_count += segment.stop_step - segment.first_step
+        step_count += segment.steps
     return Reading(
         per_epoch, steps, read / max(used, 1), chunks / len(picked), read / len(picked), world * read / step_count
     )

@@ -41,6 +41,10 @@ class Segment(NamedTuple):
     first_step: int
     stop_step: int
 
+    @property
+    def steps(self) -> int:
+        return self.stop_step - self.first_step
+
 
 @dataclass(frozen=True)
 class Segments:

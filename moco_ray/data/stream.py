@@ -13,7 +13,8 @@ How Ray 2.60 is used, and why (read in its source, and tried):
 - Starting a pipeline costs about 2.5 ms for each task it will ever have, so a run is a chain of pipelines of 256
   tasks; the next one is started while the last tasks of this one are consumed, so that no CPU falls idle.
 - Before its first block come new processes, each with 5 s of imports, and a start or restart would wait for them. So the
-  rank, which has imported all of that, makes its first steps itself until the pipeline's first block is there.
+  rank, which has imported all of that, makes the first segment itself, and more if the pipeline's first block is not
+  there then; where CPUs are so few that it has but one task in flight, the pipeline starts behind the first step.
 - The executor is a thread of this process. While it holds back a task whose output waits to be taken, its loop spins:
   seen taking 0.6 of a core and the trainer's interpreter with it. A callback makes each turn of the loop pause.
 """
@@ -26,7 +27,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -67,7 +68,7 @@ def batches(
     Steps count over the whole run; epoch = step // steps_per_epoch. Crops are read-only views of Ray's object store
     where possible: never write into them, and let them go, for they hold its memory. Needs a running Ray, of which
     `data_cpus` CPUs (all, by default) are for the data tasks of all ranks together; with `head_start` this process makes
-    steps of its own until their first is there, at most a segment. Raises UserError if a file cannot
+    the first steps itself while they start. Raises UserError if a file cannot
     be read or nothing can replace a bad row, and RuntimeError if rows arrive that the plan does not expect.
     """
     plan.refuse_world(world)
@@ -77,9 +78,10 @@ def batches(
     row_bytes = 2 * 3 * recipe.augment.image_pixels**2
     data_cpus = ray.cluster_resources().get("CPU", 1) if data_cpus is None else data_cpus
     shape = Shape(segments.rows_per_step, row_bytes, *tasks_of_a_rank(data_cpus, world, manifest.store.is_local))
-    own = segment_steps(source, segments.groups, segments[0]) if head_start and len(segments) else ()
+    skipped = 1 if head_start and len(segments) else 0
+    own = OwnSteps(_steps_of_all(source, segments), segments[0].steps) if skipped else None
     step = start_step
-    for columns in in_order(partial(_segment_task, shared), len(segments), shape, own):
+    for columns in in_order(partial(_segment_task, shared, skipped), len(segments) - skipped, shape, own):
         yield _batch(columns, segments, step)
         step += 1
     if step != max(start_step, plan.total_steps):
@@ -120,9 +122,14 @@ def labelled_images(
         yield LabelledBatch(*(_tensor(columns[name]) for name in ("crops", "label", "row")), bad)
 
 
-def _segment_task(shared: ray.ObjectRef, task: int) -> Iterator[Columns]:
+def _steps_of_all(source: Source, segments: Segments) -> Iterator[Columns]:
+    for index in range(len(segments)):
+        yield from segment_steps(source, segments.groups, segments[index])
+
+
+def _segment_task(shared: ray.ObjectRef, skipped: int, task: int) -> Iterator[Columns]:
     source, segments = ray.get(shared)
-    yield from segment_steps(source, segments.groups, segments[task])
+    yield from segment_steps(source, segments.groups, segments[skipped + task])
 
 
 def _labelled_task(shared: ray.ObjectRef, task_rows: int, batch_rows: int, task: int) -> Iterator[Columns]:
@@ -219,13 +226,20 @@ def tasks_of_a_rank(data_cpus: float, ranks: int, is_local: bool) -> tuple[int, 
     return max(1, int(share * per_cpu)), 0.45 / max(per_cpu, math.ceil(1 / share))  # whole numbers of them fill a CPU
 
 
+class OwnSteps(NamedTuple):
+    """All steps, as this process can make them while tasks start; the tasks begin behind the first `ahead`."""
+
+    steps: Iterable[Columns]
+    ahead: int
+
+
 def in_order(
-    work: Callable[[int], Iterator[Columns]], tasks: int, shape: Shape, own: Iterable[Columns] = ()
+    work: Callable[[int], Iterator[Columns]], tasks: int, shape: Shape, own: OwnSteps | None = None
 ) -> Iterator[Columns]:
     """The columns that work(0), work(1), .. work(tasks-1) yield, in this order, `shape.block_rows` rows at a time.
 
-    All that a task yields has as many rows, except the very last. `own` begins as work(0) does, and is taken from until
-    the tasks' first block is there. Raises the UserError that a task raised.
+    All that a task yields has as many rows, except the very last. Before them come those of `own`. Raises the UserError
+    that a task raised.
     """
     starts = range(0, tasks, TASKS_PER_PIPELINE)
 
@@ -234,21 +248,30 @@ def in_order(
 
     start = partial(_start_pipeline, work, shape)
     with ThreadPoolExecutor(1, "next-pipeline") as thread:
-        following: Future | None = thread.submit(start, part_of(0)) if starts else None
+        at_once = own is None or shape.tasks_in_flight > 1
+        following: Future | None = thread.submit(start, part_of(0)) if starts and at_once else None
         try:
-            done = 0
-            for columns in own:
-                yield columns
-                done += 1
-                if following is None or following.done():
-                    break
+            again = 0  # steps that were made here, and are made by the tasks too
+            if own is not None:
+                for made, columns in enumerate(own.steps, 1):
+                    yield columns
+                    if starts and following is None:
+                        following = thread.submit(start, part_of(0))
+                    if starts and following.done() and made >= own.ahead:
+                        break
+                else:
+                    return
+                again = made - own.ahead
             for index in range(len(starts)):
                 part = part_of(index)
                 blocks, following = following.result(), None
-                for columns in islice(blocks, done if index == 0 else 0, None):
+                for columns in blocks:
                     late = columns["task"][0] >= part.stop - shape.tasks_in_flight  # all of this one are at work
                     if late and following is None and index + 1 < len(starts):
                         following = thread.submit(start, part_of(index + 1))
+                    if again > 0:
+                        again -= 1
+                        continue
                     yield columns
         except RayError as error:
             if (mistake := user_error(error)) is not None:
