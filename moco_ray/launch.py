@@ -139,7 +139,7 @@ def _carry(surveyed: Surveyed, folder: RunFolder, workers: Workers, lease: Lease
         if request := folder.last_request():
             forget(request)
         board = start_board(max(attempts.numbers(run), default=0) + 1)
-        journal = Journal(run, plan, start)
+        journal = Journal(run, plan, start, lease.confirm)
         progress = Progress(plan, start)
         try:
             with Desk(board, journal, progress, plan, lease, lambda: room.words(workers)):

@@ -6,6 +6,7 @@ Responsible for that, and for telling a holder that it was taken over. What a ho
 checkpoint.py's to disbelieve; how an object is replaced by one process only is data/conditional.py's.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -37,10 +38,12 @@ class Lease:
     for as long as a beat.
     """
 
-    def __init__(self, run: Store, beat_seconds: float, settle_seconds: float):
+    def __init__(self, run: Store, beat_seconds: float, expires_seconds: float, settle_seconds: float):
         self.lost = threading.Event()
         self.reason = ""  # why it was lost
         self._run, self._beat_seconds, self._settle_seconds = run, beat_seconds, settle_seconds
+        self._stale_seconds = expires_seconds / 2
+        self._beaten, self._lock = 0.0, threading.Lock()  # when the last beat that came about began
         self._object = conditional(run, NAME)
         self.certain = self._object.certain
         self._facts = {**_this_process(), "id": uuid.uuid4().hex, "beat": 0, "released": False}
@@ -62,7 +65,7 @@ class Lease:
 
         Raises UserError if another process carries the run, and if the storage fails.
         """
-        lease = cls(run, beat_seconds, settle_seconds)
+        lease = cls(run, beat_seconds, expires_seconds, settle_seconds)
         before = lease._object.read()
         other = _parsed(before)
         if before and not other.get("released"):
@@ -91,6 +94,19 @@ class Lease:
         except UserError:
             pass  # the storage is away; nothing is lost but the next start's time
 
+    def confirm(self) -> None:
+        """Raise UserError if the run is another's by now. Call it before writing into the run.
+
+        Asks the storage only if no beat came about for half the time after which another takes over: a process that was
+        stopped, or whose machine slept, wakes up in the belief that the run is still its own. A storage that
+        does not answer tells nothing, for or against.
+        """
+        if not self.lost.is_set() and _seconds() - self._beaten > self._stale_seconds:
+            with contextlib.suppress(UserError):
+                self._beat()
+        if self.lost.is_set():
+            raise UserError(self.reason)
+
     def _content(self, **changes: Any) -> bytes:
         self._facts |= changes
         return json.dumps(self._facts, indent=1).ljust(CONTENT_BYTES).encode()
@@ -112,6 +128,7 @@ class Lease:
 
     def _claim(self, before: Held | None) -> None:
         """Write the lease in place of what was seen. Raises UserError if another did so first."""
+        self._beaten = _seconds()
         self._mine = self._object.replace(self._content(), before)
         if self._mine and not self.certain:
             time.sleep(self._settle_seconds)
@@ -125,12 +142,18 @@ class Lease:
 
     def _renew(self) -> None:
         """Change the lease at each beat, until the end or until it is another's."""
-        while not self._ended.wait(self._beat_seconds):
-            try:
-                mine = self._object.replace(self._content(beat=self._facts["beat"] + 1), self._mine)
-                held = mine or self._object.read()
-            except UserError:  # others cannot read it now either: not lost, and tried again at the next beat
-                continue
+        while not self._ended.wait(self._beat_seconds) and not self.lost.is_set():
+            with contextlib.suppress(UserError):  # others cannot read it now either: not lost, and tried again at the next beat
+                self._beat()
+
+    def _beat(self) -> None:
+        """Change the lease once, or find that it is another's. Raises UserError if the storage does not answer."""
+        with self._lock:
+            if self.lost.is_set():
+                return
+            began = _seconds()
+            mine = self._object.replace(self._content(beat=self._facts["beat"] + 1), self._mine)
+            held = mine or self._object.read()
             if mine is None and _parsed(held).get("id") != self._facts["id"]:
                 self.reason = (
                     f"{self._run.place('')} was taken over by {_holder(_parsed(held))}; this process no longer carries the run"
@@ -140,6 +163,12 @@ class Lease:
                 self.lost.set()
                 return
             self._mine = held  # ours also where a beat of before arrived late
+            self._beaten = began
+
+
+def _seconds() -> float:
+    """Of a clock that goes on while the machine sleeps, where there is one."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _this_process() -> dict[str, Any]:

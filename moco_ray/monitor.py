@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,12 @@ class Journal:
     what has changed. `sync` is what makes it durable: a checkpoint is complete only after it.
     """
 
-    def __init__(self, run: Store, plan: Plan, safe_step: int):
-        """`safe_step`: of the newest checkpoint, up to which the record was complete when that was written."""
-        self._run, self._plan = run, plan
+    def __init__(self, run: Store, plan: Plan, safe_step: int, confirm: Callable[[], None] = lambda: None):
+        """`safe_step`: of the newest checkpoint, up to which the record was complete when that was written.
+
+        `confirm()` raises UserError if another process writes this record by now; called before anything is written.
+        """
+        self._run, self._plan, self._confirm = run, plan, confirm
         self.folder = Path(run.uri) if run.is_local else Path(tempfile.mkdtemp(prefix="moco-ray-"))
         self._sent: dict[str, int] = {}  # bytes of each file that the storage has
         self._broken: UserError | None = None
@@ -112,6 +116,7 @@ class Journal:
         """
         if self._broken is not None:
             raise self._broken
+        self._confirm()
         for writer in self._writers.values():
             writer.flush()
         self._synced_at, self._unsent_bytes = time.monotonic(), 0
@@ -141,6 +146,7 @@ class Journal:
 
     def draw(self, title: str) -> None:
         """Draw curves.png from all lines."""
+        self._confirm()
         draw_curves(self.folder / "metrics.jsonl", self.folder / "curves.png", title)
         self.sync()
 
@@ -181,6 +187,8 @@ class Journal:
     def _append(self, name: str, entries: list[dict[str, Any]]) -> None:
         if self._broken is not None or not entries:
             return
+        if self._run.is_local:  # else a folder of our own
+            self._confirm()
         path, lines = self.folder / name, "".join(json.dumps(entry) + "\n" for entry in entries)
         size = path.stat().st_size if path.exists() else 0
         try:

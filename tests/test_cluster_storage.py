@@ -1,6 +1,8 @@
 """What becomes of a run when its object storage, its network or its cluster's size fails it: the whole command, for real."""
 
 import json
+import os
+import signal
 import time
 
 import pytest
@@ -57,7 +59,7 @@ def in_s3(tmp_path):
     (tmp_path / "runs").mkdir()  # a bucket
     with rclone_server(tmp_path) as store, FaultProxy(store.endpoint) as proxy:
         environment = {**store.environment(), "AWS_ENDPOINT_URL": proxy.endpoint, "RAY_ADDRESS": ""}
-        yield Carried(tmp_path, environment, steps=140, every=20, storage="s3://runs"), proxy
+        yield Carried(tmp_path, environment, steps=140, every=15, storage="s3://runs"), proxy
 
 
 @pytest.mark.slow
@@ -79,21 +81,44 @@ def test_a_minute_without_storage_costs_checkpoints_and_nothing_else(in_s3):
 
 
 @pytest.mark.slow
-def test_when_access_is_lost_for_good_the_run_stops_with_its_last_good_checkpoint_and_goes_on_later(in_s3):
+def test_a_full_bucket_lost_access_or_expired_credentials_stop_the_run_which_goes_on_when_they_are_mended(in_s3):
+    """Each time: what is safe stays, one line tells the cause and the cure, and the same command goes on."""
     run, proxy = in_s3
-    run.start("1", data="drawn/train")
-    run.wait(lambda: run.newest() is not None, 150, "a checkpoint in S3")
-    proxy.fault("PUT", "", "403", times=None)
-    proxy.fault("POST", "", "403", times=None)
-    code = run.process.wait(timeout=200)
-    last = run.newest()
-    assert code == 2 and "4 checkpoints in a row could not be saved" in run.words, run.words
-    assert "credentials" in run.words and "Traceback" not in run.words
-    assert checkpoint.load(Store(str(run.run)), last)[0]["step"] == last.step < run.steps
-    proxy.clear()
+    for refusal, cure in (("full", "make room"), ("403", "check AWS_ACCESS_KEY_ID"), ("expired", "check AWS_ACCESS_KEY_ID")):
+        before = run.newest().step if run.newest() else 0
+        run.start("1", data="drawn/train")
+        run.wait(lambda before=before: run.newest() is not None and run.newest().step > before, 150, "a checkpoint in S3")
+        for method in ("PUT", "POST"):
+            proxy.fault(method, "", refusal, times=None)
+        code, last = run.process.wait(timeout=200), run.newest()
+        assert refusal in proxy.outcomes("PUT") + proxy.outcomes("POST"), "the fault did not happen"
+        proxy.clear()
+        assert code == 2 and "4 checkpoints in a row could not be saved" in run.words and cure in run.words, run.words
+        assert "Training goes on" in run.words and "Traceback" not in run.words
+        assert checkpoint.load(Store(str(run.run)), last)[0]["step"] == last.step < run.steps
     run.start("1", data="drawn/train")
     run.finish()
     run.refuse_other_than_undisturbed()
+
+
+@pytest.mark.slow
+def test_a_driver_that_was_stopped_and_taken_over_wakes_up_and_writes_nothing_more(tmp_path):
+    """As on a laptop that slept, or a machine that was paused: its process lives, and another has the run."""
+    run = Carried(tmp_path, {"RAY_ADDRESS": ""}, steps=60, every=10)
+    first = run.start("1")
+    run.wait_for_step(12)
+    os.kill(first.pid, signal.SIGSTOP)
+    first_log, reached = run.log, run.metrics()[-1]["step"]
+    second = run.start("1")
+    run.wait(lambda: len(run.attempts()) == 2, 150, "the second driver's workers")
+    assert "waiting up to 30 s" in run.words and "not heard of for 30 s" in run.words
+    run.wait_for_step(reached + 1)
+    os.kill(first.pid, signal.SIGCONT)
+    assert first.wait(90) == 2, first_log.read_text()
+    assert f"was taken over by process {second.pid}" in first_log.read_text() and "Traceback" not in first_log.read_text()
+    run.finish()
+    run.refuse_other_than_undisturbed()
+    assert {e["attempt"] for e in run.metrics() if e["step"] > reached} == {2}
 
 
 @pytest.mark.slow

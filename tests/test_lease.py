@@ -356,6 +356,27 @@ def test_one_that_was_cut_off_learns_of_the_takeover_when_the_storage_is_back(mo
             assert not other.lost.wait(0.3) and not stored(direct)["released"]
 
 
+def test_one_that_slept_asks_before_it_writes_and_one_that_did_not_asks_nothing(run, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(lease_module, "_seconds", lambda: clock[0])
+    lease = silent(Lease.acquire(run, print, **FAST))  # its thread has not woken up yet
+    lease._thread.join()
+    asked, beat = [], lease._beat
+    monkeypatch.setattr(lease, "_beat", lambda: asked.append(1) or beat())
+    clock[0] = 0.5
+    lease.confirm()
+    assert not asked
+    clock[0] = 100.0
+    lease.confirm()  # nobody wanted the run
+    lease.confirm()
+    assert asked == [1] and stored(run)["beat"] == 1
+    clock[0] = 200.0
+    with Lease.acquire(run, print, **FAST):
+        text = message(lease.confirm)
+        assert "was taken over by process" in text and lease.lost.is_set() and lease.reason == text
+        assert message(lease.confirm) == text and len(asked) == 2
+
+
 def test_a_storage_that_refuses_is_told_at_the_start(moto, monkeypatch):
     with behind_a_proxy(moto, monkeypatch) as (run, _, proxy):
         proxy.fault("PUT", "", "403", times=None)

@@ -200,6 +200,27 @@ def test_a_tensorboard_file_that_has_grown_is_followed_by_another_and_only_that_
     assert points(run, tmp_path, "learning/loss") == [(2, 0.2), (3, 0.3)]
 
 
+@pytest.mark.parametrize("place", ["", "memory://"])
+def test_who_has_lost_the_run_writes_nothing_more_into_it(tmp_path, plan, place):
+    run, held = Store(f"{place}{tmp_path}"), [True]
+
+    def confirm():
+        if not held[0]:
+            raise UserError("it is another's")
+
+    journal = Journal(run, plan, 0, confirm)
+    journal.record(entry(1), [])
+    journal.sync()
+    before, held[0] = run.read("metrics.jsonl"), False
+    with pytest.raises(UserError, match="it is another's"):
+        journal.record(entry(2), [])
+        journal.event("note", 2, "x")
+        journal.sync()
+    assert run.read("metrics.jsonl") == before
+    journal.close()
+    assert run.read("metrics.jsonl") == before and run.size("events.jsonl") in (None, 0)
+
+
 # --- the board, without Ray ---------------------------------------------------------------------------------------------
 
 
