@@ -10,16 +10,18 @@ import re
 import resource
 import tracemalloc
 import uuid
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from moco_ray import attempts, checkpoint
+from moco_ray import attempts, checkpoint, worker
 from moco_ray.attempts import Attempt
 from moco_ray.checkpoint import Damaged
 from moco_ray.data import order, storage
 from moco_ray.data.storage import Store
 from moco_ray.errors import UserError
+from moco_ray.ranks import Ranks
 from tests.fault_proxy import FaultProxy
 from tests.object_stores import rclone_server
 from tests.test_storage import NO_SERVER, filled, forget, use
@@ -560,3 +562,21 @@ def test_a_marker_that_was_pruned_since_the_listing_is_no_damage(s3, monkeypatch
 
     monkeypatch.setattr(Store, "list", prune_after)
     assert loaded(run) == (10, [])
+
+
+def test_an_attempt_whose_checkpoint_was_pruned_by_a_cut_off_worker_saves_at_once(tmp_path):
+    """The worker that was cut off wrote a newer one and pruned; when the new attempt is known that one is not believed."""
+    store, told = Store(str(tmp_path)), []
+    wire = SimpleNamespace(refuse_superseded=lambda: None, tell=lambda **message: told.append(message), orders={})
+    for pruned in (False, True):
+        rank = object.__new__(worker._Rank)
+        rank._ranks, rank._place, rank._folder = Ranks(), SimpleNamespace(node=worker.Node("1", "a")), SimpleNamespace(store=store)
+        rank._wire, rank._asked, rank._learner, rank._own_order = wire, "1", SimpleNamespace(step=10), None
+        rank._attempt = 2 + pruned
+        begun_from = checkpoint.save(store, 10, 1 + pruned, b"content", ABOUT, keep=9)
+        if pruned:
+            for part in ("json", "pt"):
+                store.delete(f"{begun_from.name}.{part}")
+        rank._register(begun_from, [])
+        assert told[-1]["kind"] == "begin" and told[-1]["from_step"] == 10
+        assert bool(rank._own_order) == pruned
