@@ -11,7 +11,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ NOT_REPRODUCIBLE = ("images_per_second", "input_wait_share", "peak_memory_bytes"
 JSON_LINES = ("metrics.jsonl", "quarantine.jsonl", "events.jsonl")
 SYNC_SECONDS = 20.0  # between two copies to object storage; longer once the files are large
 BYTES_A_SECOND = 1 << 20  # that these copies may take of the network, on average
+SHOWN_EVENTS = 40  # in TensorBoard; all are in events.jsonl
 EVENT_FILE_BYTES = 4 << 20  # a new TensorBoard file after so many: object storage cannot append
 
 
@@ -72,14 +74,18 @@ class Journal:
             self._fetch()
         entries = _repair(self.folder / "metrics.jsonl")
         self.last_step = max((e["step"] for e in entries if "loss" in e), default=0)
-        self.counters = next((e for e in reversed(_repair(self.folder / "events.jsonl")) if "restarts" in e), {})
+        events = _repair(self.folder / "events.jsonl")
+        self.counters = next((e for e in reversed(events) if "restarts" in e), {})
         self.last_evaluated = max((e["step"] for e in entries if "knn_top1" in e), default=-1)
         # Bad rows are written before the line that counts them: those of a line that never came are taken back.
         _repair(self.folder / "quarantine.jsonl", self.last_step)
+        self._furthest = 0
         self._open_writers(safe_step + 1)  # takes back points that a driver which died may or may not have written ..
-        for entry in entries:
-            if entry["step"] > safe_step:  # .. and writes them again from the lines that are there
-                self._draw(entry)
+        self._story = deque(events, maxlen=SHOWN_EVENTS)
+        for lines, draw in ((entries, self._draw), (events, self._draw_counters)):
+            for line in lines:
+                if line["step"] > safe_step:  # .. and writes them again from the lines that are there
+                    draw(line)
         if not entries:
             self._writers["run"].add_text("recipe", f"```\n{plan.recipe.toml()}\n```", 0)
 
@@ -93,7 +99,8 @@ class Journal:
             return False
         listed = [self._quarantined(epoch, row) for epoch, row in bad]  # a record may begin before the last one ended
         self._append("quarantine.jsonl", [row for row in listed if row["step"] > self.last_step])
-        self._append("metrics.jsonl", [{**entry, "wall_time": time.time()}])
+        entry = {**entry, "wall_time": time.time()}
+        self._append("metrics.jsonl", [entry])
         if "knn_top1" in entry:
             self.last_evaluated = entry["step"]
         else:
@@ -103,11 +110,9 @@ class Journal:
 
     def event(self, kind: str, step: int, text: str, **facts: Any) -> None:
         """Something happened: one line of plain words, and the counters as they are now."""
-        self._append("events.jsonl", [{"wall_time": time.time(), "kind": kind, "step": step, "text": text, **facts}])
-        self._writers["run"].add_text("events", text, step)
-        for name in ("restarts", "steps_recomputed", "seconds_lost"):
-            if name in facts:
-                self._writers["run"].add_scalar(GROUPS[name], facts[name], step)
+        line = {"wall_time": time.time(), "kind": kind, "step": step, "text": text, **facts}
+        self._append("events.jsonl", [line])
+        self._draw_event(line)
 
     def sync(self) -> None:
         """Bring all that was written to the storage. Raises UserError if it does not take it; nothing is lost then.
@@ -178,11 +183,25 @@ class Journal:
         return sorted(Path(writer.log_dir).glob("events.*"), key=lambda path: path.stat().st_mtime_ns)
 
     def _draw(self, entry: dict[str, Any]) -> None:
+        self._furthest = max(self._furthest, entry["step"])
+        where = {"global_step": entry["step"], "walltime": entry.get("wall_time")}
         for name, tag in GROUPS.items():
             if name in entry:
-                self._writers["run"].add_scalar(tag, entry[name], entry["step"])
+                self._writers["run"].add_scalar(tag, entry[name], **where)
         if "loss" in entry:
-            self._writers["chance"].add_scalar(GROUPS["loss"], entry["chance_loss"], entry["step"])
+            self._writers["chance"].add_scalar(GROUPS["loss"], entry["chance_loss"], **where)
+
+    def _draw_event(self, line: dict[str, Any]) -> None:
+        """One text that tells the last of what happened: TensorBoard shows of a step, and of those behind it, the newest only."""
+        self._story.append(line)
+        self._draw_counters(line)
+        self._writers["run"].add_text("events", _table(self._story), self._furthest, line["wall_time"])
+
+    def _draw_counters(self, line: dict[str, Any]) -> None:
+        self._furthest = max(self._furthest, line["step"])  # a restart's line is of an earlier step; no curve goes back
+        for name in ("restarts", "steps_recomputed", "seconds_lost"):
+            if name in line:
+                self._writers["run"].add_scalar(GROUPS[name], line[name], self._furthest, line.get("wall_time"))
 
     def _append(self, name: str, entries: list[dict[str, Any]]) -> None:
         if self._broken is not None or not entries:
@@ -212,6 +231,15 @@ class Journal:
                 content = self._run.read(name)
                 (self.folder / name).write_bytes(content)
                 self._sent[name] = len(content)
+
+
+def _table(story: Iterable[dict[str, Any]]) -> str:
+    """Events as a table in Markdown, the newest first."""
+    lines = ["| when (UTC) | step | what happened |", "|---|---|---|"]
+    for event in reversed(list(story)):
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(event.get("wall_time")))
+        lines.append(f"| {when} | {event['step']} | {event['text'].replace('|', '/')} |")
+    return "\n".join(lines)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

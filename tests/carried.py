@@ -63,7 +63,7 @@ class Carried:
     def __init__(self, folder: Path, environment: dict[str, str], steps: int, every: int, storage: str = "runs"):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.run = folder, folder / "runs" / "tiny"
-        self._environment, self._storage, self._logs = environment, storage, 0
+        self.environment, self._storage, self._logs = environment, storage, 0
         self.steps = steps
         if not (folder / "drawn").exists():
             drawn_prototypes(folder / "drawn", rows=ROWS, test_rows=20)
@@ -80,7 +80,7 @@ class Carried:
         with self.log.open("w") as file:
             self.process = run(
                 self.command(workers, data),
-                env={**os.environ, **self._environment},
+                env={**os.environ, **self.environment},
                 cwd=self.folder,
                 stdout=file,
                 stderr=subprocess.STDOUT,

@@ -138,6 +138,27 @@ def test_nodes_that_go_with_notice_or_without_and_nodes_that_come_leave_the_same
 
 
 @pytest.mark.slow
+def test_a_run_whose_head_is_lost_stops_in_one_line_and_goes_on_on_another_cluster(tmp_path):
+    with Cluster() as cluster:
+        cluster.add_node(2)
+        run = Carried(tmp_path, cluster.environment, steps=30, every=5)
+        run.start("1:2")
+        run.wait_for_step(8)
+        moment = time.time()
+        cluster.head.kill()
+        code = run.process.wait(timeout=240)
+        print(f"a lost head: {time.time() - moment:.1f} s until the driver stops")
+        assert code == 2 and "the Ray cluster was lost" in run.words and "moco-ray resume" in run.words, (code, run.words)
+        assert "Traceback" not in run.words
+    with Cluster() as cluster:
+        cluster.add_node(2)
+        run.environment = cluster.environment
+        run.start("1:2")
+        run.finish()
+        run.refuse_other_than_undisturbed()
+
+
+@pytest.mark.slow
 def test_a_worker_that_stands_still_is_named_and_given_up(tmp_path):
     with Cluster() as cluster:
         nodes = [cluster.add_node(2) for _ in range(2)]

@@ -114,9 +114,36 @@ def test_events_are_lines_and_tensorboard_text_and_their_counters_are_scalars(ru
     journal.close()
     assert [(e["kind"], e["step"]) for e in lines(run, "events.jsonl")] == [("continuing", 50), ("caught_up", 57)]
     assert points(run, tmp_path, "system/steps_recomputed") == [(50, 7), (57, 7)]
-    shown = EventAccumulator(str(tmp_path / "seen")).Reload()
-    texts = [event.tensor_proto.string_val[0].decode() for event in shown.Tensors("events/text_summary")]
-    assert texts == ["lost node b: continuing with 2 workers", "back at step 57: 14.0 s lost"]
+    assert told(run, tmp_path) == [["50", "lost node b: continuing with 2 workers"], ["57", "back at step 57: 14.0 s lost"]]
+
+
+def told(run: Store, folder: Path) -> list[list[str]]:
+    """Step and words of each event in TensorBoard's newest text, the oldest first."""
+    points(run, folder, "system/restarts")  # fetches
+    shown = EventAccumulator(str(folder / "seen"), size_guidance={"tensors": 0}).Reload().Tensors("events/text_summary")
+    assert [event.step for event in shown] == sorted(event.step for event in shown)
+    rows = shown[-1].tensor_proto.string_val[0].decode().splitlines()[2:]
+    return [[cell.strip() for cell in row.split("|")[2:4]] for row in reversed(rows)]
+
+
+def test_the_story_stays_in_tensorboard_when_another_driver_goes_on_and_counters_never_go_back(run, plan, tmp_path):
+    first = Journal(run, plan, 0)
+    for step in range(1, 6):
+        first.record(entry(step), [])
+    first.event("saved", 2, "step 2 is safe")
+    first.event("continuing", 2, "from step 2", restarts=1, steps_recomputed=3, seconds_lost=0.0)
+    first.event("caught_up", 5, "back at step 5", restarts=1, steps_recomputed=3, seconds_lost=9.0)
+    first.event("continuing", 2, "from step 2 a|b", restarts=2, steps_recomputed=6, seconds_lost=9.0)
+    first.sync()
+    second = Journal(run, plan, 2)
+    second.event("started", 2, "1 worker from step 2", restarts=2, steps_recomputed=9, seconds_lost=9.0)
+    second.record(entry(6), [])
+    second.close()
+    assert told(run, tmp_path) == [
+        ["2", "step 2 is safe"], ["2", "from step 2"], ["5", "back at step 5"], ["2", "from step 2 a/b"],
+        ["2", "1 worker from step 2"]]  # fmt: skip
+    steps = [step for step, _ in points(run, tmp_path, "system/restarts")]
+    assert steps == sorted(steps) and steps[-1] == 5
 
 
 def test_a_storage_that_takes_nothing_for_a_while_loses_nothing(tmp_path, plan, monkeypatch):
