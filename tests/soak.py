@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.carried import Carried
 from tests.clusters import Cluster
 
-WAITS = (1.0, 34.0)  # seconds between two failures: a restart takes about 17
+WAITS = (1.0, 30.0)  # seconds between two failures: a restart takes about 17
 KINDS = {"worker": 4, "node": 3, "drain": 2, "driver": 1}  # weights
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--failures", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=160)
     arguments = parser.parse_args()
     draw = random.Random(arguments.seed)
     with Cluster() as cluster, tempfile.TemporaryDirectory() as folder:
