@@ -115,7 +115,7 @@ class Carried:
             raise AssertionError(f"{error}:\n{self.words}") from error
         assert happened(), f"the command ended with {self.process.poll()} before {what}:\n{self.words}"
 
-    def finish(self, seconds: float = 240) -> None:
+    def finish(self, seconds: float = 480) -> None:
         code = self.process.wait(timeout=seconds)
         assert code == 0, f"it ended with {code}:\n{self.words}"
 

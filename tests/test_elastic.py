@@ -104,7 +104,7 @@ def test_nodes_that_go_with_notice_or_without_and_nodes_that_come_leave_the_same
     """3 -> 2 by a node lost, 2 -> 4 by two that join, 4 -> 3 by one that is drained; and a second driver is refused."""
     with Cluster() as cluster:
         nodes = [cluster.add_node(2) for _ in range(3)]
-        run = Carried(tmp_path, cluster.environment, steps=150, every=10)
+        run = Carried(tmp_path, cluster.environment, steps=100, every=10)
         run.start("2:4")
         run.wait_for_step(12)
         other = subprocess.run(run.command("2:4"), cwd=run.folder, env={**os.environ, **cluster.environment},
