@@ -24,6 +24,22 @@ def living() -> dict[str, str]:
     return {node: name if count[name] == 1 else f"{name}/{node[:6]}" for node, name in names.items()}
 
 
+def keep_helpers_here() -> None:
+    """Have the actors that Ray Data shares between all runs on this node, the driver's.
+
+    Ray starts them on the node of whoever needs them first, a worker's, where they outlive the run: an autoscaler would never
+    call that node idle.
+    """
+    with contextlib.suppress(Exception):  # internal to Ray, and errors of any kind: without it one node stays up
+        from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
+            get_or_create_autoscaling_coordinator,
+        )
+        from ray.data._internal.stats import get_or_create_stats_actor
+
+        get_or_create_autoscaling_coordinator()
+        get_or_create_stats_actor()
+
+
 def nodes_leaving() -> dict[str, float | None]:
     """Id of each node that is drained, and when it goes (UNIX time in seconds, where that is known).
 

@@ -18,7 +18,7 @@ import torch
 
 from moco_ray import attempts, checkpoint
 from moco_ray.board import start_board
-from moco_ray.cluster import forget, living, recount, wait_until_noticed
+from moco_ray.cluster import forget, keep_helpers_here, living, recount, wait_until_noticed
 from moco_ray.data.shards import Manifest
 from moco_ray.data.survey import Spread, build_manifest
 from moco_ray.desk import Desk
@@ -136,6 +136,8 @@ def _carry(surveyed: Surveyed, folder: RunFolder, workers: Workers, lease: Lease
     with ray_session(workers, debug) as room:
         if workers.elastic and os.environ.get("RAY_ADDRESS") and not room.on_gpus:
             _say("no GPU in the cluster: the workers will use CPUs, also on GPU nodes that join later")
+        if os.environ.get("RAY_ADDRESS"):
+            keep_helpers_here()
         if request := folder.last_request():
             forget(request)
         board = start_board(max(attempts.numbers(run), default=0) + 1)

@@ -49,7 +49,7 @@ def test_an_autoscaled_cluster_grows_for_a_run_and_shrinks_after_it(tmp_path):
         run.wait(lambda: bool(run.attempts()) and run.attempts()[-1]["workers"] == 3, 240, "three workers")
         assert len(cluster.living()) == 4
         run.finish()
-        cluster.wait_for_nodes(1, 260)  # what the data tasks asked for is forgotten by Ray after three minutes
+        cluster.wait_for_nodes(1, 260)  # at the latest when Ray forgets what killed pipelines asked for, after three minutes
         run.refuse_other_than_undisturbed()
 
 
