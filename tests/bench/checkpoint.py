@@ -3,7 +3,7 @@
     python -m tests.bench.checkpoint            # writes tests/bench/results/checkpoint.json
 
 The state is that of MoCo v2 (ResNet-50, MLP, K = 65536): 370 MB. One worker, no Ray; the batch is small, for a CPU. Reference:
-the same steps without a checkpoint. The ratio is of medians over the steps that fell into the time of a save.
+the same steps without a checkpoint. The ratio is of medians over the steps that began while one was being saved.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def measure(run: Store, rounds: int) -> dict:
     def completed(step: int) -> bool:
         now, saving = time.perf_counter(), saver._writing is not None and not saver._writing.done()
         if clock["last"] is not None and step > 3:
-            (beside if clock["was_saving"] and saving else alone if not clock["was_saving"] else []).append(now - clock["last"])
+            (beside if clock["was_saving"] else alone).append(now - clock["last"])  # a save may end within a step
         clock["quiet"] = 0 if saving else clock["quiet"] + 1
         if clock["quiet"] > ALONE:
             if clock["saves"] == rounds:
