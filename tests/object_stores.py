@@ -1,6 +1,7 @@
 """Real S3 servers on loopback, each a subprocess on a free port: rclone over a folder, and moto with authentication on.
 
 Responsible for starting them, waiting until they answer, and ending what was started here, also when a test fails.
+The fixtures rclone, moto and no_aws are in conftest.py.
 Not responsible for faults (tests/fault_proxy.py), and neither server proves anything about speed: moto copies the whole
 object for each range read. What they differ in: rclone ignores If-Match and If-None-Match; moto keeps them.
 """
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,9 +22,12 @@ from pathlib import Path
 from socket import socket
 from typing import IO, Any
 
+from moco_ray.data import storage
+
 REGION = "us-east-1"
 START_SECONDS = 30
 END_SECONDS = 5
+NO_SERVER = {"AWS_EC2_METADATA_DISABLED": "true", "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required"}
 FULL_ACCESS = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}]}
 
 
@@ -42,8 +47,7 @@ class ObjectStore:
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_REGION": REGION,
             "AWS_DEFAULT_REGION": REGION,
-            "AWS_EC2_METADATA_DISABLED": "true",
-            "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
+            **NO_SERVER,
         }
 
     def uri(self, bucket: str, prefix: str = "") -> str:
@@ -78,6 +82,26 @@ class ObjectStore:
         client.create_bucket(Bucket=bucket)
         for key, content in (objects or {}).items():
             client.put_object(Bucket=bucket, Key=key, Body=content)
+
+
+def forget() -> None:
+    """Let the next call open its filesystem with the credentials that are in force then."""
+    storage._open.cache_clear()
+    storage._s3fs.cache_clear()
+
+
+def use(monkeypatch, server: ObjectStore, **changes: str) -> None:
+    """Set the variables of AWS to this server's, but for the changes, until the test ends."""
+    for name, value in (server.environment() | changes).items():
+        monkeypatch.setenv(name, value)
+    forget()
+
+
+def filled(server: ObjectStore, objects: dict[str, bytes]) -> str:
+    """A new bucket with these objects (key: content): its name."""
+    name = f"bucket-{uuid.uuid4().hex[:12]}"
+    server.create_bucket(name, objects)
+    return name
 
 
 @contextmanager

@@ -23,28 +23,14 @@ from moco_ray.data.storage import Store
 from moco_ray.errors import UserError
 from moco_ray.ranks import Ranks
 from tests.fault_proxy import FaultProxy
-from tests.object_stores import rclone_server
-from tests.test_storage import NO_SERVER, filled, forget, use
+from tests.object_stores import filled, use
 
 ABOUT = {"recipe_fingerprint": "r", "data_fingerprint": "d", "order_version": order.VERSION}
 
 
-@pytest.fixture(scope="module")
-def rclone(tmp_path_factory):
-    with rclone_server(tmp_path_factory.mktemp("buckets")) as server:
-        yield server
-
-
 @pytest.fixture(autouse=True)
-def _own_settings(monkeypatch):
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    for name, value in NO_SERVER.items():
-        monkeypatch.setenv(name, value)
+def _short_pauses(no_aws, monkeypatch):
     monkeypatch.setattr(storage, "FIRST_PAUSE_SECONDS", 0.01)
-    forget()
-    yield
-    forget()
 
 
 @pytest.fixture(params=["disk", "memory", "s3"])

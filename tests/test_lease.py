@@ -19,35 +19,15 @@ from moco_ray.data.storage import Store
 from moco_ray.errors import UserError
 from moco_ray.lease import Lease
 from tests.fault_proxy import FaultProxy
-from tests.object_stores import moto_server, rclone_server
-from tests.test_storage import NO_SERVER, filled, forget, use
+from tests.object_stores import filled, use
 
 FAST = {"beat_seconds": 0.1, "expires_seconds": 1.0, "settle_seconds": 0.3}
 KIND = {"disk": OnDisk, "moto": InS3, "rclone": Unconditional}
 
 
-@pytest.fixture(scope="module")
-def rclone(tmp_path_factory):
-    with rclone_server(tmp_path_factory.mktemp("buckets")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def moto():
-    with moto_server() as server:
-        yield server
-
-
 @pytest.fixture(autouse=True)
-def _own_settings(monkeypatch):
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    for name, value in NO_SERVER.items():
-        monkeypatch.setenv(name, value)
+def _short_pauses(no_aws, monkeypatch):
     monkeypatch.setattr(storage, "FIRST_PAUSE_SECONDS", 0.01)
-    forget()
-    yield
-    forget()
 
 
 @pytest.fixture(params=list(KIND))

@@ -27,24 +27,11 @@ from moco_ray.data.storage import Entry, Store
 from moco_ray.data.survey import build_manifest
 from moco_ray.errors import UserError
 from tests.fault_proxy import FaultProxy
-from tests.object_stores import free_port, moto_server, rclone_server
+from tests.object_stores import NO_SERVER, filled, forget, free_port, use
 
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
 PARTS = bytes(range(251)) * 50_000  # 12.5 MB: pyarrow uploads it in parts
-NO_SERVER = {"AWS_EC2_METADATA_DISABLED": "true", "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required"}
 CREDENTIALS = "the storage refuses the credentials it was given, or they do not permit this: check AWS_ACCESS_KEY_ID"
-
-
-@pytest.fixture(scope="module")
-def rclone(tmp_path_factory):
-    with rclone_server(tmp_path_factory.mktemp("buckets"), follow=False) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def moto():
-    with moto_server() as server:
-        yield server
 
 
 @pytest.fixture(params=["rclone", "moto"])
@@ -52,31 +39,12 @@ def server(request):
     return request.getfixturevalue(request.param)
 
 
-def forget() -> None:
-    """Let the next call open its filesystem with the credentials that are in force then."""
-    storage._open.cache_clear()
-    storage._s3fs.cache_clear()
-
-
 @pytest.fixture(autouse=True)
-def pauses(monkeypatch) -> list[float]:
-    """No AWS setting of this machine counts; the seconds that were waited between tries."""
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    for name, value in NO_SERVER.items():
-        monkeypatch.setenv(name, value)
+def pauses(no_aws, monkeypatch) -> list[float]:
+    """The seconds that were waited between tries."""
     seconds = []
     monkeypatch.setattr(storage, "time", SimpleNamespace(sleep=seconds.append))
-    forget()
-    yield seconds
-    forget()
-
-
-def use(monkeypatch, server, **changes: str) -> None:
-    """Set the variables of AWS to this server's, but for the changes."""
-    for name, value in (server.environment() | changes).items():
-        monkeypatch.setenv(name, value)
-    forget()
+    return seconds
 
 
 @pytest.fixture
@@ -85,12 +53,6 @@ def bucket(server, monkeypatch) -> str:
     use(monkeypatch, server)
     return filled(server, {"photos/b/2.jpg": b"2" * 20, "photos/a/deep/1.jpg": CONTENT, "photos/a-b.jpg": b"ab",
                            "photos/.hidden/3.jpg": b"h", "photos/with spaces/ü.png": b"uml"})  # fmt: skip
-
-
-def filled(server, objects: dict[str, bytes]) -> str:
-    name = f"bucket-{uuid.uuid4().hex[:12]}"
-    server.create_bucket(name, objects)
-    return name
 
 
 def keys(server, bucket: str) -> list[str]:
