@@ -4,6 +4,9 @@ Responsible for the copy, the thread, and for what is said and done when a save 
 checkpoint is made whole (checkpoint.py), nor for when one is due (train.py, lookout.py).
 """
 
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +20,7 @@ from moco_ray.errors import StorageFailing, UserError
 FAILED_SAVES = 3  # in a row: then the run stops, for it computes what is lost at the next failure ..
 OUTAGE_SECONDS = 900.0  # .. and not before so long, if it is a storage that may come back by itself
 PAUSE_SECONDS = 10.0  # before the last checkpoint is tried again
+LAST = 19  # the niceness of a thread that others go before; Ray's workers have 15
 
 
 class Saver:
@@ -28,7 +32,7 @@ class Saver:
 
     def __init__(self, write: Callable[[int, dict[str, Any]], Saved], tell: Callable[..., None]):
         self._write, self._tell = write, tell
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=let_others_go_first)
         self._writing: Future | None = None
         self._failed: list[tuple[float, UserError]] = []  # since the last that succeeded, and when
         self._newest: Saved | None = None
@@ -94,6 +98,14 @@ class Saver:
         self._newest = saved
         seconds = time.perf_counter() - began
         self._tell(kind="saved", step=step, bytes=saved.bytes, seconds=seconds, seconds_waited=waited)
+
+
+def let_others_go_first() -> None:
+    """This thread computes where a core is left. Otherwise one busy thread makes a step several times as long where the
+    step has all cores: its threads wait for each other many thousand times, and so for the one whose core is shared.
+    """
+    if sys.platform == "linux":  # elsewhere niceness is a whole process's
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LAST)
 
 
 def host_copy(value: Any) -> Any:

@@ -1,5 +1,7 @@
 """Checkpoints behind the loop's back, and when the loop looks up from its work."""
 
+import os
+import sys
 import threading
 import time
 
@@ -45,6 +47,18 @@ def test_a_step_does_not_wait_for_the_storage_and_what_is_written_is_the_state_a
     assert torch.equal(written[0], torch.zeros(3)) and told.kinds() == ["saved 7"]
     assert told[0]["bytes"] == 10 and 0 <= told[0]["seconds_waited"] < 5
     assert saver.take_newest() == saved(7) and saver.take_newest() is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere niceness is a whole process's")
+def test_where_cores_are_scarce_the_thread_that_writes_goes_last_and_the_loop_keeps_its_place():
+    before, seen = os.nice(0), []
+
+    def write(step, state):
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return saved(step)
+
+    Saver(write, Told()).save(1, {}, wait=True)
+    assert seen == [19] and os.nice(0) == before
 
 
 def test_one_that_is_due_while_another_is_written_is_left_out_and_said_so_but_the_last_one_waits():
