@@ -104,7 +104,25 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument(
         "--queries", metavar="URI", help="labelled images to classify (the recipe's evaluation.query_uri)"
     )
+    _backbone_commands(command)
     return parser
+
+
+def _backbone_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Those about what a run made, and what others made."""
+    export = command("export", _export, "write the trained backbone in the format of another tool")
+    export.add_argument("place", metavar="RUN|CHECKPOINT|FILE", help="a run folder (its newest checkpoint), RUN/checkpoints/step-N.aM.pt, or a .safetensors of ours")
+    export.add_argument("--to", required=True, metavar="FORMAT", help="safetensors torchvision timm transformers detectron2 mmpretrain onnx torchscript moco")
+    export.add_argument("--output", metavar="PATH", help="a file or folder that does not exist yet, or a URI (a name in this folder)")
+
+    take = command("import", _import, "make a backbone of ours from another trainer's checkpoint")
+    take.add_argument("file", metavar="FILE", help="of the released MoCo, solo-learn, lightly, VISSL, OpenSelfSup, MMSelfSup, torchvision or timm; a path or a URI")
+    take.add_argument("--output", metavar="FILE", help="a new .safetensors file (FILE's name with -backbone.safetensors, in this folder)")
+    take.add_argument("--stem", choices=("imagenet", "small_stride1", "small_stride2"), help="needed where the first convolution is 3x3")
+    take.add_argument("--partial", action="store_true", help="take what fits, and draw what is missing anew")
+    take.add_argument("--image-pixels", type=int, default=224, help="side of the images that it was trained on (224)")
+    take.add_argument("--mean", type=float, nargs=3, default=(0.485, 0.456, 0.406), metavar=("R", "G", "B"), help="of pixels in 0..1 (ImageNet's)")
+    take.add_argument("--std", type=float, nargs=3, default=(0.229, 0.224, 0.225), metavar=("R", "G", "B"), help="of pixels in 0..1 (ImageNet's)")
 
 
 def _data_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -248,6 +266,23 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from moco_ray.run_folder import RunFolder
 
     print(evaluate_run(RunFolder.existing(arguments.folder), arguments.bank, arguments.queries, arguments.debug))
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from moco_ray.export import export
+
+    print(export(arguments.place, arguments.to, arguments.output))
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    from moco_ray.backbone import Preprocessing
+    from moco_ray.foreign import import_file
+
+    pixels = arguments.image_pixels
+    if pixels < 8 or min(arguments.std) <= 0.0:
+        raise UserError(f"--image-pixels {pixels} must be at least 8, and --std {arguments.std} above 0")
+    preprocessing = Preprocessing(round(pixels * 256 / 224), pixels, tuple(arguments.mean), tuple(arguments.std))
+    print(import_file(arguments.file, arguments.output, preprocessing, arguments.stem, arguments.partial))
 
 
 def _say(*lines: str) -> None:

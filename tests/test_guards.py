@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Imports point down: a module may import modules of lower layers, and its own package.
 LAYERS = [
-    ["errors"],
+    ["errors", "layouts"],
     ["recipe"],
     ["plan", "ranks", "data.batch"],
     ["method", "data"],
@@ -22,7 +22,8 @@ LAYERS = [
     ["train", "checkpoint", "lease", "meter", "evaluate"],
     ["lookout", "saver"],
     ["monitor", "run_folder", "show_plan", "session", "cluster"],
-    ["board"],
+    ["board", "backbone"],
+    ["export", "foreign"],
     ["events", "progress"],
     ["worker"],
     ["desk", "process_group", "train_worker"],

@@ -4,6 +4,7 @@ The key encoder is a copy of the query encoder that follows it (momentum.py). No
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from moco_ray.errors import UserError
 from moco_ray.method.batchnorm import GroupedBatchNorm2d
 from moco_ray.method.small_maps import use_small_map_convolutions
 
-_BACKBONES = {  # name: (block, blocks of the four stages)
+BACKBONES = {  # name: (block, blocks of the four stages)
     "resnet10": (resnet.BasicBlock, (1, 1, 1, 1)),
     "resnet18": (resnet.BasicBlock, (2, 2, 2, 2)),
     "resnet34": (resnet.BasicBlock, (3, 4, 6, 3)),
@@ -32,21 +33,31 @@ class Encoder(nn.Module):
 
     def __init__(self, settings: recipe.Encoder, group_rows: int):
         super().__init__()
-        block, blocks = _BACKBONES[settings.backbone]
         norm = functools.partial(GroupedBatchNorm2d, group_rows=group_rows)
-        self.backbone = resnet.ResNet(block, list(blocks), norm_layer=norm)
-        self.features = self.backbone.fc.in_features  # D
-        self.backbone.fc = nn.Identity()
-        if settings.stem != "imagenet":  # for small images: 3x3 and no pooling
-            stride = 1 if settings.stem == "small_stride1" else 2
-            self.backbone.conv1 = nn.Conv2d(3, 64, 3, stride=stride, padding=1, bias=False)
-            nn.init.kaiming_normal_(self.backbone.conv1.weight, mode="fan_out", nonlinearity="relu")
-            self.backbone.maxpool = nn.Identity()
+        self.backbone = build_backbone(settings.backbone, settings.stem, norm)
+        self.features = width_of(settings.backbone)  # D
         use_small_map_convolutions(self.backbone)
         self.head = _head(settings.head, self.features, settings.feature_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.backbone(x))
+
+
+def build_backbone(name: str, stem: str, norm_layer: Callable[[int], nn.Module] = nn.BatchNorm2d) -> resnet.ResNet:
+    """torchvision's ResNet without its classifier, N,3,P,P -> N,D, in training mode, with torchvision's initialisation."""
+    block, blocks = BACKBONES[name]
+    backbone = resnet.ResNet(block, list(blocks), norm_layer=norm_layer)
+    backbone.fc = nn.Identity()
+    if stem != "imagenet":  # for small images: 3x3 and no pooling
+        backbone.conv1 = nn.Conv2d(3, 64, 3, stride=1 if stem == "small_stride1" else 2, padding=1, bias=False)
+        nn.init.kaiming_normal_(backbone.conv1.weight, mode="fan_out", nonlinearity="relu")
+        backbone.maxpool = nn.Identity()
+    return backbone
+
+
+def width_of(name: str) -> int:
+    """D, the length of a backbone's features."""
+    return 512 * BACKBONES[name][0].expansion
 
 
 def _head(kind: str, features: int, feature_dim: int) -> nn.Module:

@@ -1,0 +1,191 @@
+"""The product of a run: the query backbone with all that its user needs, out of a run, a checkpoint or a file.
+
+Responsible for reading it, for the one file that holds it (safetensors, with architecture, preprocessing and origin in its
+header), and for the ready module. Not responsible for other people's formats (export.py, foreign.py).
+"""
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as tensors_of_bytes
+from safetensors.torch import save as bytes_of_tensors
+from torch import Tensor, nn
+from torchvision.transforms import v2
+
+from moco_ray import checkpoint, recipe
+from moco_ray.data.storage import Store, one_line
+from moco_ray.errors import UserError
+from moco_ray.method.encoder import build_backbone, width_of
+from moco_ray.run_folder import RunFolder
+
+VERSION = 1
+HEADER = "moco_ray"  # the key of our part of a file's header
+SUFFIX = ".safetensors"
+IN_A_RUN = re.compile(r"(?P<run>.+)/(?P<name>checkpoints/step-[^/]+)\.pt(?P<options>\?.*)?")
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """The evaluation's view of an image: shorter side to `resize_pixels` (bilinear, antialiased), centre crop, x / 255,
+    minus mean, by std (red, green, blue)."""
+
+    resize_pixels: int
+    image_pixels: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+    @classmethod
+    def of(cls, recipe: recipe.Recipe) -> "Preprocessing":
+        """The run's own evaluation; of a run without one, the published proportion of 256 to 224."""
+        augment, evaluation = recipe.augment, recipe.evaluation
+        resize = evaluation.resize_pixels if evaluation.bank_uri else round(augment.image_pixels * 256 / 224)
+        return cls(resize, augment.image_pixels, tuple(augment.mean), tuple(augment.std))
+
+    def transform(self) -> v2.Compose:
+        """A PIL image, or uint8 ...,3,H,W, to float32 ...,3,P,P. Grey and palette images become RGB."""
+        return v2.Compose([
+            v2.ToImage(), v2.RGB(), v2.Resize(self.resize_pixels, antialias=True), v2.CenterCrop(self.image_pixels),
+            v2.ToDtype(torch.float32, scale=True), v2.Normalize(self.mean, self.std), v2.ToPureTensor(),
+        ])  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Backbone:
+    """Weights and what is needed to use them. `tensors` have torchvision's names, without a classifier, on the CPU;
+    float32, whatever the run computed in."""
+
+    name: str  # resnet50
+    stem: str
+    tensors: dict[str, Tensor]
+    preprocessing: Preprocessing
+    origin: dict[str, Any]  # JSON: where it comes from
+
+    @property
+    def features(self) -> int:
+        """D."""
+        return width_of(self.name)
+
+    def module(self) -> nn.Module:
+        """N,3,P,P float32 -> N,D in evaluation mode: torchvision's ResNet with `fc` an identity."""
+        module = build_backbone(self.name, self.stem)
+        module.load_state_dict(self.tensors)
+        return module.eval()
+
+    def to_bytes(self) -> bytes:
+        """The content of a .safetensors file, from which `of_bytes` makes the same again."""
+        about = {"version": VERSION, "name": self.name, "stem": self.stem, "preprocessing": asdict(self.preprocessing)}
+        header = json.dumps({**about, "origin": self.origin})
+        return bytes_of_tensors(self.tensors, {HEADER: header})  # one key: the order of several changes from call to call
+
+    @classmethod
+    def of_bytes(cls, content: bytes, place: str) -> "Backbone":
+        """Raises UserError if it is damaged, or a file of somebody else."""
+        try:
+            tensors = tensors_of_bytes(content)
+            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__", {})
+        except (SafetensorError, ValueError) as error:
+            raise UserError(f"{place} is no whole .safetensors file ({one_line(error)}); export it again") from error
+        if HEADER not in header:
+            raise UserError(f"{place} was not written by moco_ray; make a backbone of it with `moco-ray import {place}`")
+        about = json.loads(header[HEADER])
+        if about.get("version") != VERSION:
+            raise UserError(f"{place} has version {about.get('version')!r} and this release reads {VERSION}; use the release that wrote it")
+        preprocessing = {key: tuple(held) if isinstance(held, list) else held for key, held in about["preprocessing"].items()}
+        return cls(about["name"], about["stem"], tensors, Preprocessing(**preprocessing), about["origin"])
+
+
+class Trained(NamedTuple):
+    """A checkpoint with what its run says of it."""
+
+    folder: RunFolder
+    saved: checkpoint.Saved
+    recipe: recipe.Recipe
+    state: dict[str, Any]  # Learner.state_dict
+
+    def backbone(self) -> Backbone:
+        tensors = {
+            name.removeprefix("backbone."): _plain(tensor)
+            for name, tensor in self.state["query_encoder"].items()
+            if name.startswith("backbone.")
+        }
+        origin = {
+            "run": self.folder.store.place(""),
+            "checkpoint": self.saved.name,
+            "step": self.saved.step,
+            "sha256": self.saved.sha256,
+            **{key: self.saved.about[key] for key in ("recipe_fingerprint", "data_fingerprint")},
+        }
+        encoder = self.recipe.encoder
+        return Backbone(encoder.backbone, encoder.stem, tensors, Preprocessing.of(self.recipe), origin)
+
+
+def read_checkpoint(place: str) -> Trained:
+    """A run folder's newest checkpoint, or the named one: RUN/checkpoints/step-N.aM.pt, on a disk or as a URI.
+
+    Raises UserError if there is none, if it is damaged, and if it is not of the recipe beside it.
+    """
+    named = IN_A_RUN.fullmatch(place)
+    folder = RunFolder.existing(named["run"] + (named["options"] or "") if named else place)
+    there = checkpoint.whole(folder.store)
+    if not there:
+        raise UserError(f"{folder.place} has no checkpoint yet; wait for the first, or go on with `moco-ray resume`")
+    saved = next((one for one in there if one.name == named["name"]), None) if named else there[0]
+    if saved is None:
+        raise UserError(f"{place} is not among the whole checkpoints of its run; there are {', '.join(f'{one.name}.pt' for one in there)}")
+    own = folder.recipe()
+    if saved.about["recipe_fingerprint"] != own.fingerprint():
+        raise UserError(
+            f"{folder.store.place(saved.name)}.pt was made with recipe {saved.about['recipe_fingerprint']} and its run folder holds "
+            f"{own.fingerprint()}; put the recipe.toml back that the run began with"
+        )
+    return Trained(folder, saved, own, checkpoint.load(folder.store, saved)[0])
+
+
+def read_backbone(place: str) -> Backbone:
+    """The backbone of a run, of one of its checkpoints, or in a .safetensors file that `moco-ray export` or `import` wrote.
+
+    `place` is a path or a URI. Raises UserError if there is nothing of that kind.
+    """
+    store, name = file_at(place)
+    if not name.endswith(SUFFIX):
+        return read_checkpoint(place).backbone()
+    if store.size(name) is None:
+        raise UserError(f"there is no file {place}; `moco-ray export RUN --to safetensors` writes one")
+    content = store.read(name)
+    backbone = Backbone.of_bytes(content, place)
+    return Backbone(**{**vars(backbone), "origin": {**backbone.origin, "file_sha256": hashlib.sha256(content).hexdigest()}})
+
+
+def file_at(place: str) -> tuple[Store, str]:
+    """A path or URI of a file as its folder and its name there."""
+    path, mark, options = place.partition("?") if "://" in place else (place, "", "")
+    folder, slash, name = path.rpartition("/")
+    return Store.at((folder or slash or ".") + mark + options), name
+
+
+def load_backbone(place: str | Path) -> nn.Module:
+    """A pre-trained backbone, ready to use: N,3,P,P float32 -> N,D float32, in evaluation mode, on the CPU.
+
+    `place` is what `read_backbone` takes. The module is torchvision's ResNet, whose `fc` is an identity; beside it lie
+    `transform` (image -> 3,P,P, as in `Preprocessing.transform`), `features` (D), `preprocessing` and `origin` (where it
+    comes from).
+    Raises UserError if it cannot be read.
+    """
+    backbone = read_backbone(str(place))
+    module = backbone.module()
+    # Past nn.Module's own bookkeeping: a transform is a module too, and no part of the network.
+    preprocessing = backbone.preprocessing
+    vars(module).update(
+        transform=preprocessing.transform(), features=backbone.features, preprocessing=preprocessing, origin=backbone.origin
+    )
+    return module
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return (tensor.float() if tensor.is_floating_point() else tensor).contiguous()
