@@ -95,15 +95,17 @@ def _parser() -> argparse.ArgumentParser:
     _data_commands(command)
 
     evaluate = command(
-        "evaluate", _evaluate, "compare a run's backbone with raw pixels and the untrained encoder by kNN"
+        "evaluate", _evaluate, "judge a backbone by kNN, few labels and a linear classifier, beside raw pixels, colours and an untrained one"
     )
-    evaluate.add_argument("folder", metavar="RUN", help="run folder: storage/name")
+    evaluate.add_argument("place", metavar="RUN|CHECKPOINT|FILE", help="a run folder (its newest checkpoint), RUN/checkpoints/step-N.aM.pt, or a .safetensors of ours")
     evaluate.add_argument(
         "--bank", metavar="URI", help="labelled images to look neighbours up in (the recipe's evaluation.bank_uri)"
     )
     evaluate.add_argument(
-        "--queries", metavar="URI", help="labelled images to classify (the recipe's evaluation.query_uri)"
+        "--queries", metavar="URI", help="labelled images to classify (the recipe's evaluation.query_uri); the bank again: leave one out"
     )
+    evaluate.add_argument("--output", metavar="FOLDER", help="for evaluation.json, evaluation.md and confusion.png (the run folder; none for a file)")
+    evaluate.add_argument("--no-linear", action="store_true", help="without the linear classifier, which takes the longest")
     _backbone_commands(command)
     return parser
 
@@ -263,9 +265,9 @@ def _demo_data(arguments: argparse.Namespace) -> None:
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     from moco_ray.evaluate_run import evaluate_run
-    from moco_ray.run_folder import RunFolder
 
-    print(evaluate_run(RunFolder.existing(arguments.folder), arguments.bank, arguments.queries, arguments.debug))
+    linear = not arguments.no_linear
+    print(evaluate_run(arguments.place, arguments.bank, arguments.queries, arguments.output, linear, arguments.debug))
 
 
 def _export(arguments: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ import torch
 from moco_ray.errors import UserError
 from moco_ray.evaluate import knn, table
 from moco_ray.evaluate.knn import draw_rows, few_labels, knn_accuracy, knn_predict
+from moco_ray.evaluate.linear import Linear, linear_accuracy
 
 
 def clouds(rows: int, dimensions: int, classes: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,25 +148,57 @@ def test_a_class_with_too_few_rows_is_named():
         few_labels(torch.randn(19, 3), labels, torch.randn(2, 3), torch.tensor([0, 1]))
 
 
+def test_leaving_one_out_is_the_slow_reading_without_the_row_itself():
+    features, labels = clouds(60, 5, 4, seed=0)
+    expected = []
+    for row in range(60):
+        others = [other for other in range(60) if other != row]
+        votes = slow_votes(features[others].numpy(), labels[others].numpy(), features[row : row + 1].numpy(), 7, 0.5, 4)
+        expected.append(int(votes.argmax()))
+    for block_rows in (13, 512):
+        found = knn_predict(features, labels, features, (7,), 0.5, block_rows=block_rows, leave_one_out=True)
+        assert found[0].tolist() == expected
+    assert knn_predict(features, labels, features, (1,))[0].tolist() == labels.tolist() != expected  # else each finds itself
+    with pytest.raises(UserError, match="60 neighbours are more"):
+        knn_predict(features, labels, features, (60,), leave_one_out=True)
+    draws = []
+    for draw in range(3):
+        rows = draw_rows(labels, 5, draw, seed=1, classes=4)
+        asked = [row for row in range(60) if row not in set(rows.tolist())]
+        votes = slow_votes(features[rows].numpy(), labels[rows].numpy(), features[asked].numpy(), 1, 1.0, 4)
+        draws.append((votes.argmax(axis=1) == labels[asked].numpy()).mean())
+    assert few_labels(features, labels, features, labels, 5, 3, seed=1, leave_one_out=True)[0] == pytest.approx(np.mean(draws))
+
+
 def test_the_table_states_every_number_in_text_markdown_and_json():
     (bank, labels), (query, wanted) = clouds(300, 5, 4, seed=5), clouds(50, 5, 4, seed=6)
-    rows = table.compare({"raw pixels": (bank, query), "trained encoder": (bank[:, :3], query[:, :3])}, labels, wanted)
+    protocol = table.Protocol.fitting(labels, leave_one_out=False)
+    assert protocol == table.Protocol((10, 20, 100, 200), (1, 10), True, False)  # no class has 100 rows
+    rows = table.compare({"raw pixels": (bank, query), "trained encoder": (bank[:, :3], query[:, :3])}, labels, wanted, protocol)
     assert [row.name for row in rows] == ["raw pixels", "trained encoder"]
-    assert rows[1].knn == knn_accuracy(bank[:, :3], labels, query[:, :3], wanted, (20, 200))
-    assert (rows[0].few_labels_mean, rows[0].few_labels_std) == few_labels(bank, labels, query, wanted)
-    row = table.Row("raw pixels", {20: 0.5, 200: 0.4321}, 0.3456, 0.012, 10, 5)
+    assert rows[1].knn[0.07] == knn_accuracy(bank[:, :3], labels, query[:, :3], wanted, (10, 20, 100, 200), 0.07)
+    assert rows[0].few_labels == {n: few_labels(bank, labels, query, wanted, n) for n in (1, 10)}
+    assert rows[0].linear == linear_accuracy(bank, labels, query, wanted)
+    one = Linear(0.625, None, [0.5, 0.75], [[1, 1], [1, 3]], 0.01)
+    row = table.Row("raw pixels", {0.1: {10: 0.4, 20: 0.5, 200: 0.4321}, 0.07: {10: 0.1}}, {1: (0.3, 0.1), 10: (0.3456, 0.012)}, one)
     assert table.as_text([row]).splitlines() == [
-        "features    kNN k=20  kNN k=200  1-NN, 10 labels/class",
-        "------------------------------------------------------",
-        "raw pixels      50.0       43.2             34.6 ± 1.2",
+        "features    kNN k=20  kNN k=200  1 label/class  10 labels/class  linear",
+        "-----------------------------------------------------------------------",
+        "raw pixels      50.0       43.2    30.0 ± 10.0       34.6 ± 1.2    62.5",
     ]
     assert table.as_markdown([row]).splitlines() == [
-        "| features | kNN k=20 | kNN k=200 | 1-NN, 10 labels/class |",
-        "| --- | ---: | ---: | ---: |",
-        "| raw pixels | 50.0 | 43.2 | 34.6 ± 1.2 |",
+        "| features | kNN k=20 | kNN k=200 | 1 label/class | 10 labels/class | linear |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| raw pixels | 50.0 | 43.2 | 30.0 ± 10.0 | 34.6 ± 1.2 | 62.5 |",
     ]
-    stored = json.loads(json.dumps(table.as_json([row])))["rows"][0]
-    assert stored == {
-        "name": "raw pixels", "knn": {"20": 0.5, "200": 0.4321}, "few_labels_mean": 0.3456,
-        "few_labels_std": 0.012, "labels_per_class": 10, "draws": 5,
-    }  # fmt: skip
+    (stored,) = json.loads(json.dumps(table.as_json([row])))
+    assert stored["knn"] == {"0.1": {"10": 0.4, "20": 0.5, "200": 0.4321}, "0.07": {"10": 0.1}}
+    assert stored["few_labels"]["10"] == {"mean": 0.3456, "std": 0.012, "draws": 5}
+    assert stored["linear"] == {"top1": 0.625, "top5": None, "per_class": [0.5, 0.75], "confusion": [[1, 1], [1, 3]], "l2": 0.01}
+
+
+def test_a_small_or_the_same_set_is_judged_by_what_it_has_rows_for():
+    labels = torch.arange(15) % 3
+    assert table.Protocol.fitting(labels, leave_one_out=False) == table.Protocol((10,), (1,), True, False)
+    assert table.Protocol.fitting(labels, leave_one_out=True) == table.Protocol((10,), (1,), False, True)
+    assert table.Protocol.fitting(labels[:6], leave_one_out=True).neighbours == (5,)

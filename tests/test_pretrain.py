@@ -140,16 +140,38 @@ def test_tensorboard_has_every_scalar_once_a_step_and_chance_beside_the_loss(run
     assert {round(event.value, 3) for event in chance.Scalars("learning/loss")} == {5.303}  # log(201)
 
 
-def test_evaluate_prints_the_three_rows_and_keeps_them(shell, run):
+FOUR = ["raw pixels", "colour histogram", "untrained encoder", "trained encoder"]
+
+
+def test_evaluate_judges_four_descriptions_alike_and_keeps_the_result_and_its_protocol(shell, run):
     folder, *_ = run
     code, out, error = shell.run("evaluate", "s3://kept/small", "evaluation.neighbours=5")
     assert code == 2 and "neighbours 200" not in error  # it takes no overrides: unrecognised words are refused
     code, out, error = shell.run("evaluate", "s3://kept/small")
     assert code == 0, error
-    for name in ("raw pixels", "untrained encoder", "trained encoder"):
-        assert name in out
+    assert all(name in out for name in FOUR)
     held = json.loads((folder / "evaluation.json").read_text())
     assert held["step"] == STEPS and "200 queries, bank of 600" in held["about"]
+    assert [row["name"] for row in held["rows"]] == FOUR
+    assert held["backbone"]["sha256"] == newest(folder).sha256 and held["sets"]["queries"]["rows"] == 200
+    assert held["protocol"]["labels_per_class"] == [1, 10] and held["protocol"]["neighbours"] == [10, 20, 100, 200]
+    for row in held["rows"]:
+        counts = row["linear"]["confusion"]
+        assert sum(map(sum, counts)) == 200 and sum(counts[n][n] for n in range(len(counts))) == round(200 * row["linear"]["top1"])
+    assert (folder / "confusion.png").stat().st_size > 5000 and held["markdown"] in (folder / "evaluation.md").read_text()
+
+
+def test_an_exported_file_is_evaluated_where_its_run_is_not_and_a_set_against_itself_leaves_each_row_out(shell, run):
+    code, out, error = shell.run("export", "s3://kept/small", "--to", "safetensors", "--output", "small.safetensors")
+    assert code == 0, error
+    code, out, error = shell.run(
+        "evaluate", "small.safetensors", "--bank", "drawn/test", "--queries", "drawn/test", "--output", "judged"
+    )
+    assert code == 0 and "each image is judged by the others" in out, error
+    held = json.loads((shell.folder / "judged" / "evaluation.json").read_text())
+    assert held["protocol"]["leave_one_out"] and held["step"] == STEPS
+    assert max(held["rows"][3]["knn"]["0.1"].values()) < 1.0 and all(row["linear"] is None for row in held["rows"])
+    assert held["backbone"]["run"] == "s3://kept/small"
 
 
 @pytest.mark.slow

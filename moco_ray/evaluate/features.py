@@ -85,6 +85,14 @@ def raw_pixels(crops: Tensor) -> Tensor:
     return (crops[..., :1] if grey else crops).flatten(1).float() / 255
 
 
+def colour_histogram(crops: Tensor) -> Tensor:
+    """The baseline of colours alone: N,512 float32, the square roots of the shares of 8 x 8 x 8 colours (N,P,P,3 uint8)."""
+    levels = (crops >> 5).long()  # 256 values in 8 levels
+    bins = (levels[..., 0] * 64 + levels[..., 1] * 8 + levels[..., 2]).flatten(1)  # N,P*P
+    counts = torch.zeros(len(crops), 512, device=crops.device).scatter_add_(1, bins, torch.ones_like(bins, dtype=torch.float32))
+    return (counts / bins.shape[1]).sqrt()
+
+
 class Described(NamedTuple):
     """A labelled set under some descriptions."""
 

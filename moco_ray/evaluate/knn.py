@@ -28,6 +28,7 @@ def knn_predict(
     temperature: float = 0.1,
     classes: int | None = None,
     block_rows: int = BLOCK_ROWS,
+    leave_one_out: bool = False,
 ) -> torch.Tensor:
     """Predicted classes for every k at once: len(neighbours),Q int64, on the features' device.
 
@@ -37,18 +38,23 @@ def knn_predict(
     similarities would pass BLOCK_VALUES; the size of a block does not change the result.
 
     Ties: of classes with equal votes the smallest wins. Which of several bank rows with exactly the same
-    similarity is the k-th is torch.topk's choice. Raises UserError if k is larger than the bank, if the
-    shapes do not fit, or if a feature is not finite.
+    similarity is the k-th is torch.topk's choice. With `leave_one_out` the queries are the bank's own rows, in its order, and
+    none is its own neighbour. Raises UserError if k is larger than the bank, if the shapes do not fit, or if a feature is not
+    finite.
     """
     classes = _check(bank_features, bank_labels, query_features, classes)
-    _check_neighbours(neighbours, len(bank_features), temperature)
+    if leave_one_out and len(query_features) != len(bank_features):
+        raise UserError(f"leave_one_out: {len(query_features)} queries are not the bank's {len(bank_features)} rows")
+    _check_neighbours(neighbours, len(bank_features) - leave_one_out, temperature)
     bank, query = _unit_rows(bank_features), _unit_rows(query_features)
     labels = bank_labels.to(bank.device)
     rows = max(1, min(block_rows, BLOCK_VALUES // max(len(bank), classes)))
-    predicted = [
-        _vote(block @ bank.T, labels, neighbours, temperature, classes)  # ks,R of R,M similarities
-        for block in query.split(rows)
-    ]
+    predicted = []
+    for first in range(0, len(query), rows):
+        similarity = query[first : first + rows] @ bank.T  # R,M
+        if leave_one_out:
+            similarity.diagonal(first).fill_(-torch.inf)
+        predicted.append(_vote(similarity, labels, neighbours, temperature, classes))  # ks,R
     return torch.cat(predicted, dim=1)
 
 
@@ -61,10 +67,13 @@ def knn_accuracy(
     temperature: float = 0.1,
     classes: int | None = None,
     block_rows: int = BLOCK_ROWS,
+    leave_one_out: bool = False,
 ) -> dict[int, float]:
     """Share of queries, 0..1, whose predicted class is query_labels (Q int64), for each k. See `knn_predict`."""
     _check_query_labels(query_features, query_labels)
-    predicted = knn_predict(bank_features, bank_labels, query_features, neighbours, temperature, classes, block_rows)
+    predicted = knn_predict(
+        bank_features, bank_labels, query_features, neighbours, temperature, classes, block_rows, leave_one_out
+    )
     right = (predicted == query_labels.to(predicted.device)).double().mean(dim=1).tolist()
     return dict(zip(neighbours, right, strict=True))
 
@@ -77,13 +86,15 @@ def few_labels(
     labels_per_class: int = 10,
     draws: int = 5,
     seed: int = 0,
+    leave_one_out: bool = False,
 ) -> tuple[float, float]:
     """Accuracy of 1-NN (cosine) when only a few bank rows of each class are labelled: (mean, std) over draws.
 
     Shapes as in `knn_accuracy`. Draw d takes `labels_per_class` rows of each class without replacement, from
     a generator made from (seed, d): the same rows for every set of features, so encoders are compared on
     equal terms. The std is that of the draws (divisor draws - 1; 0 for one draw), not of the training. A
-    harder and more telling judge than kNN with all labels, where raw pixels may do well already.
+    harder and more telling judge than kNN with all labels, where raw pixels may do well already. With `leave_one_out` (queries
+    are the bank's rows) the labelled rows are not asked.
     Raises UserError if a class has too few rows.
     """
     classes = _check(bank_features, bank_labels, query_features, None)
@@ -94,7 +105,11 @@ def few_labels(
     for draw in range(draws):
         rows = draw_rows(bank_labels, labels_per_class, draw, seed, classes).to(bank_features.device)
         labelled = bank_labels.to(bank_features.device)[rows]
-        accuracy = knn_accuracy(bank_features[rows], labelled, query_features, query_labels, (1,), classes=classes)
+        asked = torch.ones(len(query_labels), dtype=torch.bool, device=rows.device)
+        if leave_one_out:
+            asked[rows] = False
+        queries, wanted = query_features[asked], query_labels.to(rows.device)[asked]
+        accuracy = knn_accuracy(bank_features[rows], labelled, queries, wanted, (1,), classes=classes)
         accuracies.append(accuracy[1])
     values = torch.tensor(accuracies, dtype=torch.float64)
     return values.mean().item(), values.std().item() if draws > 1 else 0.0
