@@ -9,9 +9,10 @@ import json
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
+from PIL import Image, ImageOps
 from safetensors import SafetensorError
 from safetensors.torch import load as tensors_of_bytes
 from safetensors.torch import save as bytes_of_tensors
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 
 from moco_ray import checkpoint, recipe
-from moco_ray.data.storage import Store, one_line
+from moco_ray.data.storage import S3_SCHEMES, Store, one_line
 from moco_ray.errors import UserError
 from moco_ray.method.encoder import build_backbone, width_of
 from moco_ray.run_folder import RunFolder
@@ -27,7 +28,7 @@ from moco_ray.run_folder import RunFolder
 VERSION = 1
 HEADER = "moco_ray"  # the key of our part of a file's header
 SUFFIX = ".safetensors"
-IN_A_RUN = re.compile(r"(?P<run>.+)/(?P<name>checkpoints/step-[^/]+)\.pt(?P<options>\?.*)?")
+IN_A_RUN = re.compile(r"(?:(?P<run>.+)/)?(?P<name>checkpoints/step-[^/]+)\.pt(?P<options>\?.*)?")
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,12 @@ class Preprocessing:
         return cls(resize, augment.image_pixels, tuple(augment.mean), tuple(augment.std))
 
     def transform(self) -> v2.Compose:
-        """A PIL image, or uint8 ...,3,H,W, to float32 ...,3,P,P. Grey and palette images become RGB."""
+        """A PIL image, or uint8 ...,3,H,W, to float32 ...,3,P,P.
+
+        Images become RGB and stand upright as when they are decoded for a run: alpha is dropped, EXIF's orientation applied.
+        """
         return v2.Compose([
-            v2.ToImage(), v2.RGB(), v2.Resize(self.resize_pixels, antialias=True), v2.CenterCrop(self.image_pixels),
+            _upright_rgb, v2.ToImage(), v2.RGB(), v2.Resize(self.resize_pixels, antialias=True), v2.CenterCrop(self.image_pixels),
             v2.ToDtype(torch.float32, scale=True), v2.Normalize(self.mean, self.std), v2.ToPureTensor(),
         ])  # fmt: skip
 
@@ -88,16 +92,25 @@ class Backbone:
         """Raises UserError if it is damaged, or a file of somebody else."""
         try:
             tensors = tensors_of_bytes(content)
-            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__", {})
+            header = own_header(content)
         except (SafetensorError, ValueError) as error:
             raise UserError(f"{place} is no whole .safetensors file ({one_line(error)}); export it again") from error
-        if HEADER not in header:
+        if header is None:
             raise UserError(f"{place} was not written by moco_ray; make a backbone of it with `moco-ray import {place}`")
-        about = json.loads(header[HEADER])
-        if about.get("version") != VERSION:
-            raise UserError(f"{place} has version {about.get('version')!r} and this release reads {VERSION}; use the release that wrote it")
-        preprocessing = {key: tuple(held) if isinstance(held, list) else held for key, held in about["preprocessing"].items()}
-        return cls(about["name"], about["stem"], tensors, Preprocessing(**preprocessing), about["origin"])
+        try:
+            about = json.loads(header)
+            version = about["version"]
+            if version == VERSION:
+                preprocessing = {key: tuple(held) if isinstance(held, list) else held for key, held in about["preprocessing"].items()}
+                backbone = cls(about["name"], about["stem"], tensors, Preprocessing(**preprocessing), dict(about["origin"]))
+                fits = _shapes(backbone.tensors) == _shapes(_meta(backbone.name, backbone.stem))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UserError(f"the header of {place} is damaged ({type(error).__name__}: {one_line(error)}); export it again") from error
+        if version != VERSION:
+            raise UserError(f"{place} has version {version!r} and this release reads {VERSION}; use the release that wrote it")
+        if not fits:
+            raise UserError(f"{place} does not hold the tensors of the {backbone.name} that its header names; export it again")
+        return backbone
 
 
 class Trained(NamedTuple):
@@ -131,7 +144,7 @@ def read_checkpoint(place: str) -> Trained:
     Raises UserError if there is none, if it is damaged, and if it is not of the recipe beside it.
     """
     named = IN_A_RUN.fullmatch(place)
-    folder = RunFolder.existing(named["run"] + (named["options"] or "") if named else place)
+    folder = RunFolder.existing((named["run"] or ".") + (named["options"] or "") if named else place)
     there = checkpoint.whole(folder.store)
     if not there:
         raise UserError(f"{folder.place} has no checkpoint yet; wait for the first, or go on with `moco-ray resume`")
@@ -164,7 +177,7 @@ def read_backbone(place: str) -> Backbone:
 
 def file_at(place: str) -> tuple[Store, str]:
     """A path or URI of a file as its folder and its name there."""
-    path, mark, options = place.partition("?") if "://" in place else (place, "", "")
+    path, mark, options = place.partition("?") if place.startswith(tuple(f"{scheme}://" for scheme in S3_SCHEMES)) else (place, "", "")
     folder, slash, name = path.rpartition("/")
     return Store.at((folder or slash or ".") + mark + options), name
 
@@ -185,6 +198,33 @@ def load_backbone(place: str | Path) -> nn.Module:
         transform=preprocessing.transform(), features=backbone.features, preprocessing=preprocessing, origin=backbone.origin
     )
     return module
+
+
+def own_header(content: bytes) -> str | None:
+    """Our part of the header of a .safetensors file; None in others'. Raises ValueError if it is none."""
+    held = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return held.get("__metadata__", {}).get(HEADER)
+
+
+def _meta(name: str, stem: str) -> dict[str, Tensor]:
+    """The tensors that a backbone has, without their values."""
+    if stem not in get_args(recipe.Encoder.model_fields["stem"].annotation):
+        raise ValueError(f"unknown stem {stem!r}")
+    with torch.device("meta"):
+        return build_backbone(name, stem).state_dict()
+
+
+def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple]:
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def _upright_rgb(image: Any) -> Any:
+    """Of a PIL image; a tensor passes. Raises ValueError for 16 bits or floats a channel, whose scale is not known."""
+    if not isinstance(image, Image.Image):
+        return image
+    if image.mode.startswith(("I", "F")):
+        raise ValueError(f"an image of mode {image.mode} has more than 8 bits a channel; scale it to 8 first")
+    return ImageOps.exif_transpose(image.convert("RGB"))
 
 
 def _plain(tensor: Tensor) -> Tensor:

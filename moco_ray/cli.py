@@ -5,6 +5,7 @@ A user's mistake is one line on standard error and exit code 2; anything else ke
 
 import argparse
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -106,6 +107,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("--output", metavar="FOLDER", help="for evaluation.json, evaluation.md and confusion.png (the run folder; none for a file)")
     evaluate.add_argument("--no-linear", action="store_true", help="without the linear classifier, which takes the longest")
+    alike = command("neighbours", _neighbours, "show which images a backbone takes for alike: a sheet, and TensorBoard's projector")
+    alike.add_argument("place", metavar="RUN|CHECKPOINT|FILE", help="as for evaluate")
+    alike.add_argument("--data", metavar="URI", help="images, labelled or not (the run's own)")
+    alike.add_argument("--rows", type=int, default=10_000, help="drawn from them, among which neighbours are looked for (10000)")
+    alike.add_argument("--queries", type=int, default=8, help="images whose neighbours are shown (8)")
+    alike.add_argument("--nearest", type=int, default=8, help="neighbours of each (8)")
+    alike.add_argument("--seed", type=int, default=0, help="of the draws (0)")
+    alike.add_argument("--output", metavar="FOLDER", help="for neighbours.png and tensorboard/ (the run folder)")
     _backbone_commands(command)
     return parser
 
@@ -270,6 +279,13 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     print(evaluate_run(arguments.place, arguments.bank, arguments.queries, arguments.output, linear, arguments.debug))
 
 
+def _neighbours(arguments: argparse.Namespace) -> None:
+    from moco_ray.neighbours import neighbours
+
+    names = ("place", "data", "rows", "queries", "nearest", "output", "seed", "debug")
+    print(neighbours(*(getattr(arguments, name) for name in names)))
+
+
 def _export(arguments: argparse.Namespace) -> None:
     from moco_ray.export import export
 
@@ -281,8 +297,9 @@ def _import(arguments: argparse.Namespace) -> None:
     from moco_ray.foreign import import_file
 
     pixels = arguments.image_pixels
-    if pixels < 8 or min(arguments.std) <= 0.0:
-        raise UserError(f"--image-pixels {pixels} must be at least 8, and --std {arguments.std} above 0")
+    mean, std = arguments.mean, arguments.std
+    if not 8 <= pixels <= 4096 or not all(math.isfinite(value) for value in (*mean, *std)) or min(std) <= 0.0:
+        raise UserError(f"--image-pixels {pixels} must be 8 to 4096, --mean {mean} and --std {std} finite, and --std above 0")
     preprocessing = Preprocessing(round(pixels * 256 / 224), pixels, tuple(arguments.mean), tuple(arguments.std))
     print(import_file(arguments.file, arguments.output, preprocessing, arguments.stem, arguments.partial))
 

@@ -48,7 +48,7 @@ def evaluate_run(
     Raises UserError if there is no backbone or no labelled sets are named.
     """
     overrides = [f"evaluation.{key}={uri}" for key, uri in (("bank_uri", bank_uri), ("query_uri", query_uri)) if uri]
-    backbone, recipe, store = _opened(place, [*overrides, "evaluation.neighbours=1"], output)  # the table has its own k
+    backbone, recipe, store = opened(place, [*overrides, "evaluation.neighbours=1"], output)  # the table has its own k
     if not recipe.evaluation.bank_uri:
         raise UserError("no labelled sets: give --bank FOLDER and --queries FOLDER")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -56,8 +56,8 @@ def evaluate_run(
     descriptions = {
         "raw pixels": raw_pixels,
         "colour histogram": colour_histogram,
-        "untrained encoder": _description(untrained.float(), recipe.augment, device),
-        "trained encoder": _description(backbone.module(), recipe.augment, device),
+        "untrained encoder": description(untrained.float(), recipe.augment, device),
+        "trained encoder": description(backbone.module(), recipe.augment, device),
     }
     with lazily_spread(1, debug) as spread:
         sets = labelled_sets(recipe, all_rows=True, spread=spread)
@@ -73,7 +73,7 @@ def evaluate_run(
     return f"{as_text(rows)}\n({about})"
 
 
-def _opened(place: str, overrides: list[str], output: str | None) -> tuple[Backbone, Recipe, Store | None]:
+def opened(place: str, overrides: list[str], output: str | None) -> tuple[Backbone, Recipe, Store | None]:
     """The backbone, the recipe that its evaluation follows, and where the result goes."""
     store = Store.at(output) if output else None
     if not place.partition("?")[0].endswith(SUFFIX):
@@ -88,7 +88,7 @@ def _opened(place: str, overrides: list[str], output: str | None) -> tuple[Backb
     return backbone, Recipe.of_overrides([*own, *overrides]), store
 
 
-def _description(module: nn.Module, augment: Augment, device: torch.device) -> Describe:
+def description(module: nn.Module, augment: Augment, device: torch.device) -> Describe:
     """A backbone as its user loads it: float32, evaluation mode."""
     module = module.eval().to(device, memory_format=torch.channels_last)
 

@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torchvision.models import resnet
 
 from moco_ray import layouts
-from moco_ray.backbone import SUFFIX, Backbone, Trained, file_at, read_backbone, read_checkpoint
+from moco_ray.backbone import SUFFIX, Backbone, Preprocessing, Trained, file_at, read_backbone, read_checkpoint
 from moco_ray.data.storage import Store
 from moco_ray.errors import UserError
 from moco_ray.method.encoder import BACKBONES
@@ -75,7 +76,7 @@ def _timm(backbone: Backbone) -> Files:
         "pretrained_cfg": {
             "num_classes": 0,
             "input_size": [3, pixels, pixels],
-            "crop_pct": pixels / preprocessing.resize_pixels,
+            "crop_pct": _crop_share(preprocessing),
             "interpolation": "bilinear",
             "mean": list(preprocessing.mean),
             "std": list(preprocessing.std),
@@ -105,12 +106,15 @@ def _transformers(backbone: Backbone) -> Files:
         "torch_dtype": "float32",
         "moco_ray": backbone.origin,
     }
-    image_processor = {
-        "image_processor_type": "ConvNextImageProcessor",
+    pixels = preprocessing.image_pixels
+    image_processor = {  # CLIP's class, for ConvNeXT's, which ResNets have there, warps from 384 pixels on
+        "image_processor_type": "CLIPImageProcessor",
+        "do_convert_rgb": True,
         "do_resize": True,
-        "size": {"shortest_edge": preprocessing.image_pixels},
-        "crop_pct": preprocessing.image_pixels / preprocessing.resize_pixels,
+        "size": {"shortest_edge": preprocessing.resize_pixels},
         "resample": 2,  # bilinear
+        "do_center_crop": True,
+        "crop_size": {"height": pixels, "width": pixels},
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
@@ -123,6 +127,11 @@ def _transformers(backbone: Backbone) -> Files:
         "preprocessor_config.json": _json(image_processor),
         "config.json": _json(config),
     }
+
+
+def _crop_share(preprocessing: Preprocessing) -> float:
+    """What timm divides the crop by, and rounds down, to get the size to resize to."""
+    return preprocessing.image_pixels / (preprocessing.resize_pixels + 0.5)
 
 
 def _detectron2(backbone: Backbone) -> Files:
@@ -141,7 +150,8 @@ def _detectron2_settings(backbone: Backbone) -> str:
     narrow = "" if BACKBONES[backbone.name][0] is resnet.Bottleneck else "    RES2_OUT_CHANNELS: 64\n"
     return (
         "# What differs for a backbone that MoCo trained: RGB, its own pixel statistics, torchvision's place of the strides,\n"
-        "# every layer trained on, with BatchNorm synchronised (He et al. 2019, section 4.2). Put it under `_BASE_`.\n"
+        "# every layer trained on, with BatchNorm synchronised (He et al. 2019, section 4.2). Copy it into your own config, and\n"
+        "# write the path of backbone.pkl as it is seen from where you start.\n"
         f"MODEL:\n  WEIGHTS: backbone.pkl\n  PIXEL_MEAN: {mean}\n  PIXEL_STD: {std}\n"
         f'  BACKBONE:\n    FREEZE_AT: 0\n  RESNETS:\n    DEPTH: {depth}\n    NORM: "SyncBN"\n    STRIDE_IN_1X1: False\n{narrow}'
         'INPUT:\n  FORMAT: "RGB"\nTEST:\n  PRECISE_BN:\n    ENABLED: True\n'
@@ -212,12 +222,15 @@ def _released(trained: Trained) -> Files:
 
 
 def _plain_optimizer(state: dict[str, Any]) -> dict[str, Any]:
-    """The same state for an SGD that is not fused; buffers in the usual memory layout."""
+    """The same state for the released code's SGD: over the parameters of both encoders, the key's without a gradient and so
+    without a state; not fused; buffers in the usual memory layout."""
     moved = {
         number: {key: value.contiguous() if isinstance(value, Tensor) else value for key, value in held.items()}
         for number, held in state["state"].items()
     }
-    return {"state": moved, "param_groups": [{**group, "fused": None} for group in state["param_groups"]]}
+    (group,) = state["param_groups"]
+    both = list(range(2 * len(group["params"])))  # encoder_q's come first
+    return {"state": moved, "param_groups": [{**group, "params": both, "fused": None}]}
 
 
 def _torch_saved(value: Any) -> bytes:
@@ -233,7 +246,8 @@ def _json(value: Any) -> bytes:
 FORMATS = {
     "safetensors": Format(_own, SUFFIX, "moco_ray.load_backbone({target!r})"),
     "torchvision": Format(
-        _torchvision, ".pth", "torchvision.models.{name}().load_state_dict(torch.load({target!r}), strict=False)  # fc.* stay new"
+        _torchvision, ".pth", "torchvision.models.{name}().load_state_dict(torch.load({target!r}), strict=False)  # fc.* stay new",
+        stock=True,
     ),
     "timm": Format(_timm, "", 'timm.create_model("local-dir:{target}", pretrained=True)', stock=True),
     "transformers": Format(_transformers, "", "transformers.AutoModel.from_pretrained({target!r})"),
@@ -258,14 +272,14 @@ def export(place: str, to: str, target: str | None = None) -> str:
         raise UserError(f"--to {to}: unknown; choose one of {', '.join(NAMES)}")
     if to == RELEASED:
         trained = read_checkpoint(place)
-        backbone, format_ = trained.backbone(), Format(lambda _: _released(trained), ".pth.tar", "main_moco.py --resume {target}")
+        backbone, format_ = trained.backbone(), Format(
+            lambda _: _released(trained), ".pth.tar", "main_moco.py --resume {target}, with the same --moco-dim, --moco-k, --mlp", stock=True
+        )
     else:
         backbone, format_ = read_backbone(place), FORMATS[to]
     _refuse_unfit(backbone, to, format_)
     target = (target or _default_target(backbone, to, format_)).rstrip("/")
-    store = Store.at(target)
-    if store.list() or (store.is_local and store.is_file()):
-        raise UserError(f"{target} is there already; remove it, or give another --output")
+    _refuse_taken(target, format_)
     files = format_.files(backbone)
     for name, content in files.items():
         _write(target, name, content)
@@ -274,17 +288,25 @@ def export(place: str, to: str, target: str | None = None) -> str:
     lines = [f"{target}: {to}, {backbone.name}{step}, {backbone.features} features, {size:.1f} MB"]
     if backbone.stem != "imagenet":
         lines.append(f"its stem is {backbone.stem}: {_stem_words(backbone.stem)}")
-    return "\n".join([*lines, f"use it: {format_.use.format(target=target, name=backbone.name)}"])
+    fetched = "" if "://" not in target or to == "safetensors" else "fetch it to a disk, then "
+    return "\n".join([*lines, f"use it: {fetched}{format_.use.format(target=target, name=backbone.name)}"])
+
+
+def _refuse_taken(target: str, format_: Format) -> None:
+    folder, (store, name) = Store.at(target), file_at(target)
+    if format_.files is _own and not name.endswith(SUFFIX):
+        raise UserError(f"--output {target}: the name of the file ends with {SUFFIX}")
+    if store.size(name) is not None or (format_.suffix and folder.is_local and Path(folder.uri).is_dir()) or (not format_.suffix and folder.list()):
+        raise UserError(f"{target} is there already; remove it, or give another --output")
 
 
 def _refuse_unfit(backbone: Backbone, to: str, format_: Format) -> None:
     if backbone.stem != "imagenet" and (format_.stock or to == "transformers"):
         raise UserError(
-            f"{to} has no ResNet with the stem {backbone.stem} ({_stem_words(backbone.stem)}); take safetensors, torchvision, onnx "
-            "or torchscript"
+            f"{to} has no ResNet with the stem {backbone.stem} ({_stem_words(backbone.stem)}); take safetensors, onnx or torchscript"
         )
     if backbone.name == "resnet10" and format_.stock:
-        raise UserError(f"{to} knows no resnet10; take safetensors, torchvision, transformers, onnx or torchscript")
+        raise UserError(f"{to} knows no resnet10; take safetensors, transformers, onnx or torchscript")
 
 
 def _stem_words(stem: str) -> str:

@@ -9,6 +9,7 @@ import hashlib
 import io
 import pickle
 import re
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -20,10 +21,10 @@ from safetensors.torch import load as tensors_of_bytes
 from torch import Tensor
 from torchvision.models import resnet
 
-from moco_ray.backbone import SUFFIX, Backbone, Preprocessing, file_at
+from moco_ray.backbone import SUFFIX, Backbone, Preprocessing, file_at, own_header
 from moco_ray.data.storage import one_line
 from moco_ray.errors import UserError
-from moco_ray.layouts import LAYOUTS, Layout
+from moco_ray.layouts import LAYOUTS, SOLO_LEARN, Layout
 from moco_ray.method.encoder import BACKBONES, build_backbone
 
 SHOWN = 4  # names of each kind in a message
@@ -83,7 +84,7 @@ def import_backbone(
     content = _read(place)
     found = _recognised(_opened(content, place), place)
     theirs = found.tensors
-    name, stem = _architecture(theirs, place), _stem(theirs, stem, place)
+    name, stem = _architecture(theirs, place), _stem(found, stem, place)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         own = build_backbone(name, stem).state_dict()
@@ -106,7 +107,7 @@ def import_backbone(
 
 def import_file(place: str, output: str | None, preprocessing: Preprocessing, stem: str | None, partial: bool) -> str:
     """Write the imported backbone as a .safetensors file of ours; lines for the user. Raises UserError as above."""
-    output = output or PurePosixPath(place.partition("?")[0]).name.removesuffix(".tar").rpartition(".")[0] + "-backbone" + SUFFIX
+    output = output or PurePosixPath(PurePosixPath(place.partition("?")[0]).name.removesuffix(".tar")).stem + "-backbone" + SUFFIX
     store, name = file_at(output)
     if not name.endswith(SUFFIX):
         raise UserError(f"--output {output}: the name of the file ends with {SUFFIX}")
@@ -129,9 +130,12 @@ def _opened(content: bytes, place: str) -> Any:
     """What torch.save or safetensors wrote. Raises UserError for damage, and for objects that are more than data."""
     if place.partition("?")[0].endswith(SUFFIX):
         try:
-            return tensors_of_bytes(content)
-        except SafetensorError as error:
+            tensors, own = tensors_of_bytes(content), own_header(content)
+        except (SafetensorError, ValueError) as error:
             raise UserError(f"{place} is no whole .safetensors file ({one_line(error)}); fetch it again") from error
+        if own is not None:
+            raise UserError(f"{place} is a backbone of moco_ray already: moco_ray.load_backbone and `moco-ray export` take it as it is")
+        return tensors
     try:
         with torch.serialization.safe_globals(HARMLESS):
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
@@ -142,7 +146,7 @@ def _opened(content: bytes, place: str) -> Any:
             f"{place} holds code or objects that are no tensors{what}, which were not executed; save its state_dict alone with the tool "
             "that wrote it, or find out who wrote it"
         ) from error
-    except (RuntimeError, ValueError, LookupError, EOFError, AttributeError, TypeError, OSError) as error:
+    except (RuntimeError, ValueError, LookupError, EOFError, AttributeError, TypeError, OSError, AssertionError, struct.error) as error:
         raise UserError(f"{place} cannot be read as a checkpoint ({one_line(error)}); fetch it again") from error
 
 
@@ -155,17 +159,33 @@ def _recognised(held: Any, place: str) -> Recognised:
                 inside = inside.get(key) if isinstance(inside, Mapping) else None
             if not isinstance(inside, Mapping):
                 continue
-            tensors = {key: value for key, value in inside.items() if isinstance(value, Tensor)}
+            tensors = {key: value for key, value in inside.items() if isinstance(key, str) and isinstance(value, Tensor)}
             ours, others = _parted(tensors, layout)
             marked = not layout.marks or any(key.startswith(layout.marks) for key in tensors)
             if marked and {"conv1.weight", "layer1.0.conv1.weight"} & ours.keys():
                 about = {key: held[key] for key in ("epoch", "arch") if isinstance(held.get(key), int | str)}
+                _refuse_two(layout, others, place)
                 return Recognised(layout.tool, ours, others, about)
-    keys = list(held)[:SHOWN] if isinstance(held, Mapping) else type(held).__name__
+    inside = held
+    while isinstance(inside, Mapping) and (deeper := next((inside[key] for key in ("state_dict", "model") if isinstance(inside.get(key), Mapping)), None)):
+        inside = deeper
+    keys = _some([str(key) for key in inside]) if isinstance(inside, Mapping) else type(held).__name__
     raise UserError(
-        f"{place} is in no layout that this release knows ({', '.join(dict.fromkeys(one.tool for one in LAYOUTS))}); it begins with {keys}. Rename its "
+        f"{place} is in no layout that this release knows ({', '.join(dict.fromkeys(one.tool for one in LAYOUTS))}); it holds {keys}. Rename its "
         "tensors to torchvision's names"
     )
+
+
+def _refuse_two(layout: Layout, others: list[str], place: str) -> None:
+    """Raise UserError if another network lies beside one that is called `backbone`, and it is not known to be the slow one."""
+    if layout.prefix != "backbone.":
+        return
+    beside = {match[1] for key in others if (match := re.match(r"([^.]*backbone[^.]*\.)(?:0|conv1)\.weight$", key))}
+    if strange := sorted(beside - {"momentum_backbone.", "backbone_momentum.", "teacher_backbone."}):
+        raise UserError(
+            f"{place} holds two networks, {layout.prefix} and {strange[0]}, and which of them learned by gradient is not known; save its "
+            "state_dict alone, under torchvision's names"
+        )
 
 
 def _parted(tensors: Mapping[str, Tensor], layout: Layout) -> tuple[dict[str, Tensor], list[str]]:
@@ -179,18 +199,24 @@ def _parted(tensors: Mapping[str, Tensor], layout: Layout) -> tuple[dict[str, Te
 def _architecture(theirs: Mapping[str, Tensor], place: str) -> str:
     """By the kind of its blocks and their numbers. Raises UserError for a network that is none of ours."""
     block = resnet.Bottleneck if any(".conv3." in key for key in theirs) else resnet.BasicBlock
-    places = [key.split(".")[:2] for key in theirs if key.startswith("layer")]
-    depths = tuple(1 + max((int(b) for stage, b in places if stage == f"layer{n}"), default=-1) for n in (1, 2, 3, 4))
+    places = [match.groups() for key in theirs if (match := re.match(r"layer([1-4])\.(\d+)\.", key))]
+    depths = tuple(1 + max((int(number) for stage, number in places if int(stage) == n), default=-1) for n in (1, 2, 3, 4))
     for name, (kind, numbers) in BACKBONES.items():
         if kind is block and numbers == depths:
             return name
     raise UserError(f"{place} holds a ResNet of {block.__name__} blocks {depths}; this release has {', '.join(BACKBONES)}")
 
 
-def _stem(theirs: Mapping[str, Tensor], asked: str | None, place: str) -> str:
+def _stem(found: Recognised, asked: str | None, place: str) -> str:
+    theirs = found.tensors
     size = tuple(theirs["conv1.weight"].shape[2:]) if "conv1.weight" in theirs else None
+    if size == (3, 3) and found.tool == SOLO_LEARN:
+        raise UserError(f"{place} begins with solo-learn's 3x3 convolution, which pads by 2: this release has no such stem")
     if size == (3, 3) and asked in (None, "imagenet"):
-        raise UserError(f"{place} begins with a 3x3 convolution, whose stride no file tells; give --stem small_stride1 or --stem small_stride2")
+        raise UserError(
+            f"{place} begins with a 3x3 convolution, whose stride no file tells; give --stem small_stride1 or --stem small_stride2 (both pad by "
+            "1, and have no pooling)"
+        )
     if size == (7, 7) and asked not in (None, "imagenet"):
         raise UserError(f"{place} begins with a 7x7 convolution, and --stem {asked} with one of 3x3; leave --stem away")
     return asked or "imagenet"
@@ -210,7 +236,7 @@ def _compare(found: Recognised, own: Mapping[str, Tensor]) -> Comparison:
 
 
 def _plain(tensor: Tensor, like: Tensor) -> Tensor:
-    return tensor.to(like.dtype).contiguous()
+    return tensor.to(like.dtype).contiguous().clone()  # tensors of a file may share memory
 
 
 def _some(names: list[str]) -> str:

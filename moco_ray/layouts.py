@@ -29,8 +29,10 @@ _DETECTRON2 = [
     (r"\bdownsample\.1\.", "shortcut.norm."),
 ]
 
-# nn.Sequential(*list(resnet.children())[:-1]), as lightly's tutorials make it: the places of torchvision's children
+# nn.Sequential(*list(resnet.children())[:-1]), as lightly's examples make it: the places of torchvision's children
 _CHILDREN = {"0": "conv1", "1": "bn1", "4": "layer1", "5": "layer2", "6": "layer3", "7": "layer4"}
+# The same of lightly's own ResNetGenerator, as in its tutorials: no pooling, ReLU as a function (lightly/models/resnet.py)
+_GENERATED = {"0": "conv1", "1": "bn1", "2": "layer1", "3": "layer2", "4": "layer3", "5": "layer4"}
 
 
 def _renamed(rules: list) -> Rename:
@@ -56,6 +58,14 @@ def same_name(name: str) -> str:
     return name
 
 
+def name_of_generated(name: str) -> str:
+    """2.0.shortcut.0.weight -> layer1.0.downsample.0.weight."""
+    first, _, rest = name.partition(".")
+    if first not in _GENERATED:
+        return f"children.{name}"
+    return f"{_GENERATED[first]}.{rest.replace('.shortcut.', '.downsample.')}"
+
+
 class Layout(NamedTuple):
     """Where a file of somebody else's trainer holds the backbone that learned by gradient."""
 
@@ -66,6 +76,7 @@ class Layout(NamedTuple):
     marks: tuple[str, ...] = ()  # beginnings of other names, one of which must be there
 
 
+SOLO_LEARN = "solo-learn"
 _STATE = (("state_dict",), ("model",), ())
 
 # The more particular first. Sources: the trainers' own modules; their attributes are the prefixes.
@@ -75,8 +86,12 @@ LAYOUTS = (
     Layout("VISSL", (("classy_state_dict", "base_model", "model", "trunk"),), "_feature_blocks."),  # models/trunks/resnext.py
     Layout("OpenSelfSup", _STATE, "encoder_q.0."),  # models/moco.py: Sequential(backbone, neck)
     Layout("lightly, its ImageNet recipe", _STATE, "query_backbone."),  # `backbone` is the slow copy there
-    Layout("lightly, its tutorials", _STATE, "backbone.", name_of_child),
-    Layout("solo-learn", _STATE, "backbone.", marks=("momentum_backbone.", "projector.")),  # solo/methods/base.py
+    Layout("lightly, its ImageNet recipe", _STATE, "student_backbone."),  # of DINO: the same
+    Layout("lightly, its tutorials", _STATE, "backbone.", name_of_generated, marks=("backbone.2.0.",)),
+    Layout("lightly, its tutorials", _STATE, "resnet_moco.backbone.", name_of_generated),
+    Layout("lightly, its examples", _STATE, "backbone.", name_of_child),
+    Layout(SOLO_LEARN, _STATE, "backbone.", marks=("momentum_backbone.", "projector.")),  # solo/methods/base.py
+    Layout(SOLO_LEARN, _STATE, "encoder.", marks=("momentum_encoder.", "projector.")),  # its first releases
     Layout("MMSelfSup or MMPretrain", _STATE, "backbone.", marks=("neck.", "encoder_k.", "head.")),
     Layout("a trainer that calls it `backbone`", _STATE, "backbone."),
     Layout("torchvision or timm, under DistributedDataParallel", _STATE, "module."),

@@ -29,6 +29,7 @@ LAYERS = [
     ["desk", "process_group", "train_worker"],
     ["launch"],
     ["evaluate_run", "bench_input"],
+    ["neighbours"],
     ["cli"],
     ["__main__"],
 ]

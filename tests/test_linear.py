@@ -16,6 +16,7 @@ from moco_ray.evaluate.confusion import confusion_picture
 from moco_ray.evaluate.features import colour_histogram
 from moco_ray.evaluate.knn import knn_predict
 from moco_ray.evaluate.linear import fit, linear_accuracy
+from moco_ray.evaluate.sheet import nearest_others, sheet
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,18 @@ def test_a_feature_that_never_changes_does_no_harm(digits):
     assert with_it.top1 == linear_accuracy(x[:, dropped], y, test_x[:, dropped], test_y, l2_grid=[1e-2]).top1
 
 
+def test_nearest_others_are_a_slow_loop_s_without_the_query_itself():
+    features = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
+    features[7] = features[3] * 2  # a twin: as near as can be
+    queries = torch.tensor([3, 39, 0])
+    found = nearest_others(features, queries, 5)
+    for line, query in enumerate(queries.tolist()):
+        cosine = {n: float(torch.cosine_similarity(features[n], features[query], dim=0)) for n in range(40) if n != query}
+        assert found.places[line].tolist() == sorted(cosine, key=lambda n: -cosine[n])[:5]
+        assert found.similarity[line].tolist() == pytest.approx(sorted(cosine.values(), reverse=True)[:5], abs=1e-6)
+    assert found.places[0, 0] == 7
+
+
 def test_a_colour_histogram_is_the_root_of_the_share_of_each_colour():
     crops = torch.zeros(2, 4, 4, 3, dtype=torch.uint8)
     crops[0, :2] = torch.tensor([255, 0, 40], dtype=torch.uint8)  # levels 7, 0, 1
@@ -101,3 +114,12 @@ def test_the_confusion_s_picture_has_names_where_there_is_room():
     many = confusion_picture(np.eye(100, dtype=int).tolist(), [], "many")
     for content in (few, many):
         assert Image.open(io.BytesIO(content)).size[0] > 400
+
+
+def test_a_sheet_shows_each_query_first_and_is_large_enough_to_see(digits):
+    pictures = np.random.default_rng(0).integers(0, 256, (3, 5, 16, 16, 3), dtype=np.uint8)
+    one = Image.open(io.BytesIO(sheet(pictures[:, 0], pictures[:, 1:], np.full((3, 4), 0.5), "title"))).convert("RGB")
+    wide = Image.open(io.BytesIO(sheet(pictures[:1, 0], pictures[:1, 1:], np.full((1, 4), 0.5), "title")))
+    assert one.size[0] > 500 and one.size[1] > wide.size[1] > 100
+    colours = {tuple(colour) for colour in np.asarray(one).reshape(-1, 3).tolist()}
+    assert {tuple(pixel) for pixel in pictures[2, 0].reshape(-1, 3).tolist()} <= colours  # the pixels themselves, not smoothed

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from moco_ray import checkpoint
@@ -172,6 +173,21 @@ def test_an_exported_file_is_evaluated_where_its_run_is_not_and_a_set_against_it
     assert held["protocol"]["leave_one_out"] and held["step"] == STEPS
     assert max(held["rows"][3]["knn"]["0.1"].values()) < 1.0 and all(row["linear"] is None for row in held["rows"])
     assert held["backbone"]["run"] == "s3://kept/small"
+
+
+def test_neighbours_of_unlabelled_rows_are_a_sheet_and_points_of_the_projector(shell, run):
+    folder, *_ = run
+    code, out, error = shell.run("neighbours", "s3://kept/small", "--rows", "200", "--queries", "5", "--nearest", "4")
+    assert code == 0 and "5 queries, each with its 4 nearest of 200 images" in out, error
+    with Image.open(folder / "neighbours.png") as sheet:
+        assert sheet.size[0] > 500 and sheet.size[1] > 500
+    held = folder / "tensorboard" / f"neighbours-step-{STEPS}"
+    (tensors,) = held.rglob("tensors.tsv")
+    assert len(tensors.read_text().splitlines()) == 200 and list(held.rglob("sprite.png")) and (held / "projector_config.pbtxt").exists()
+    images = EventAccumulator(str(held), {"images": 0}).Reload()
+    assert [event.step for event in images.Images("neighbours")] == [STEPS]
+    code, out, error = shell.run("neighbours", "s3://kept/small", "--rows", "4", "--nearest", "8")
+    assert code == 2 and "too few for --nearest 8" in error
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ def labelled_images(
 
     Comes in the order of `row_numbers`, `batch_rows` rows at a time, less the bad ones (a batch may be empty). Rising
     row numbers read each chunk once or twice; a shuffled order reads a row group again in every task that needs it.
-    `ranks` call this side by side, each for its own rows. Labels of a tree number its own class folders: compare
+    Without a label column all labels are 0. `ranks` call this side by side, each for its own rows. Labels of a tree number its own class folders: compare
     `Manifest.classes` before labels of two sets are compared. Raises UserError if a file cannot be read or has no such labels.
     """
     row_numbers = np.asarray(row_numbers, np.int64)
@@ -150,7 +150,8 @@ def _labelled_rows(manifest: Manifest, recipe: Recipe, row_numbers: np.ndarray, 
         return read_chunk_rows(manifest, chunk, inner[places], recipe.evaluation.label_column)
 
     for (_, places), found in zip(wanted, side_by_side(read, manifest, wanted), strict=True):
-        labels[places] = found.labels
+        if found.labels is not None:
+            labels[places] = found.labels
         for place, encoded in zip(places.tolist(), found.encoded, strict=True):
             try:
                 image = decode(encoded, recipe.data.max_image_pixels)
