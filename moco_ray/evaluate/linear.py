@@ -120,5 +120,5 @@ def _check(features: Tensor, labels: Tensor, test_features: Tensor, test_labels:
     if (strange := sorted(set(test_labels.unique().tolist()) - set(labels.unique().tolist()))):
         raise UserError(f"the test rows have class {strange[0]}, which no training row has; give both sets the same classes")
     if (size := features.numel() * 8) > LARGEST_BYTES:
-        raise UserError(f"the linear classifier would hold {size / 2**30:.0f} GiB of features at once; give a smaller --bank")
+        raise UserError(f"the linear classifier would hold {size / 2**30:.0f} GiB of features at once; give a smaller --bank, or --no-linear")
     return int(max(labels.max(), test_labels.max())) + 1
