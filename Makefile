@@ -18,7 +18,7 @@ demo: install
 	@if [ -e $(DEMO)/curves.png ]; then echo "$(DEMO) holds a finished run; its result:"; \
 	elif [ -e $(DEMO)/run.json ]; then $(BIN)/moco-ray resume $(DEMO); \
 	else $(BIN)/moco-ray pretrain jobs/demo.toml --workers 2 --storage runs --name demo; fi
-	$(BIN)/moco-ray evaluate $(DEMO) --queries data/fashion-mnist/test
+	$(BIN)/moco-ray evaluate $(DEMO) --queries data/fashion-mnist/test --no-linear
 	@echo "curves:     $(DEMO)/curves.png"
 	@echo "watch it:   $(BIN)/tensorboard --logdir $(DEMO)/tensorboard"
 
