@@ -122,6 +122,7 @@ class Trained(NamedTuple):
     state: dict[str, Any]  # Learner.state_dict
 
     def backbone(self) -> Backbone:
+        """The query encoder's, without its head."""
         tensors = {
             name.removeprefix("backbone."): _plain(tensor)
             for name, tensor in self.state["query_encoder"].items()
