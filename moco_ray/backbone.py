@@ -24,11 +24,13 @@ from moco_ray.data.storage import S3_SCHEMES, Store, one_line
 from moco_ray.errors import UserError
 from moco_ray.method.encoder import build_backbone, width_of
 from moco_ray.run_folder import RunFolder
+from moco_ray.standing import Standing
 
 VERSION = 1
 HEADER = "moco_ray"  # the key of our part of a file's header
 SUFFIX = ".safetensors"
-IN_A_RUN = re.compile(r"(?:(?P<run>.+)/)?(?P<name>checkpoints/step-[^/]+)\.pt(?P<options>\?.*)?")
+IN_A_RUN = re.compile(r"(?:(?P<run>.+)/)?(?P<name>checkpoints/(?:step-[^/]+|best))\.pt(?P<options>\?.*)?")
+BEST = "checkpoints/best"
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,8 @@ class Trained(NamedTuple):
 
 
 def read_checkpoint(place: str) -> Trained:
-    """A run folder's newest checkpoint, or the named one: RUN/checkpoints/step-N.aM.pt, on a disk or as a URI.
+    """A run folder's newest checkpoint, or the named one, on a disk or as a URI: RUN/checkpoints/step-N.aM.pt, or
+    RUN/checkpoints/best.pt for the one that did best in the evaluations.
 
     Raises UserError if there is none, if it is damaged, and if it is not of the recipe beside it.
     """
@@ -149,9 +152,11 @@ def read_checkpoint(place: str) -> Trained:
     there = checkpoint.whole(folder.store)
     if not there:
         raise UserError(f"{folder.place} has no checkpoint yet; wait for the first, or go on with `moco-ray resume`")
-    saved = next((one for one in there if one.name == named["name"]), None) if named else there[0]
-    if saved is None:
-        raise UserError(f"{place} is not among the whole checkpoints of its run; there are {', '.join(f'{one.name}.pt' for one in there)}")
+    return read_saved(folder, _named(folder, named["name"], there) if named else there[0])
+
+
+def read_saved(folder: RunFolder, saved: checkpoint.Saved) -> Trained:
+    """A checkpoint of this run. Raises UserError if it is damaged, or not of the recipe beside it."""
     own = folder.recipe()
     if saved.about["recipe_fingerprint"] != own.fingerprint():
         raise UserError(
@@ -159,6 +164,23 @@ def read_checkpoint(place: str) -> Trained:
             f"{own.fingerprint()}; put the recipe.toml back that the run began with"
         )
     return Trained(folder, saved, own, checkpoint.load(folder.store, saved)[0])
+
+
+def _named(folder: RunFolder, name: str, there: list[checkpoint.Saved]) -> checkpoint.Saved:
+    """The one of `there` that is called so; "checkpoints/best" for the one that did best in the evaluations."""
+    wanted = name
+    if name == BEST:
+        best = Standing.read(folder.store).best
+        if best is None:
+            raise UserError(f"{folder.place} has no best checkpoint: none was evaluated yet; give the run folder for its newest")
+        wanted = best.name
+    found = next((one for one in there if one.name == wanted), None)
+    if found is None:
+        raise UserError(
+            f"{folder.store.place(wanted)}.pt is not among the whole checkpoints of its run; there are "
+            f"{', '.join(f'{one.name}.pt' for one in there)}"
+        )
+    return found
 
 
 def read_backbone(place: str) -> Backbone:

@@ -23,6 +23,7 @@ from moco_ray import attempts as registry
 from moco_ray.data import order
 from moco_ray.data.storage import PIECE_BYTES, Store, one_line
 from moco_ray.errors import StorageFailing, UserError
+from moco_ray.standing import Standing
 
 VERSION = 1
 FOLDER = "checkpoints"
@@ -52,7 +53,7 @@ class Saved(NamedTuple):
 
     @property
     def name(self) -> str:
-        return _name(self.step, self.attempt)
+        return name_of(self.step, self.attempt)
 
 
 class _Found(NamedTuple):
@@ -67,7 +68,7 @@ class _Found(NamedTuple):
 
     @property
     def name(self) -> str:
-        return _name(self.step, self.attempt)
+        return name_of(self.step, self.attempt)
 
 
 def pack(state: dict[str, Any], about: dict[str, Any]) -> bytes:
@@ -78,7 +79,7 @@ def pack(state: dict[str, Any], about: dict[str, Any]) -> bytes:
 
 
 def save(run: Store, step: int, attempt: int, content: bytes, about: dict[str, Any], keep: int) -> Saved:
-    """Store a checkpoint, read it back, mark it, and prune all but the newest `keep` believed ones.
+    """Store a checkpoint, read it back, mark it, and prune all but the newest `keep` believed ones and those of standing.py.
 
     `content` is from `pack`. Raises UserError when it cannot be stored or came back otherwise, and when a later attempt
     carries the run; then there is no marker, and the checkpoints before it stay as they were.
@@ -100,7 +101,7 @@ def save(run: Store, step: int, attempt: int, content: bytes, about: dict[str, A
                 "`moco-ray resume` goes on from there"
             ) from error
     with contextlib.suppress(UserError):  # what cannot be deleted now is tried again at the next save
-        _prune(run, saved, keep)
+        prune(run, saved, keep)
     return saved
 
 
@@ -194,7 +195,8 @@ def refuse_other(place: str, about: dict[str, Any], recipe_fingerprint: str, dat
         )
 
 
-def _name(step: int, attempt: int) -> str:
+def name_of(step: int, attempt: int) -> str:
+    """As it is called in the run folder, without its ending."""
     return f"{FOLDER}/step-{step:09d}" + (f".a{attempt:06d}" if attempt else "")
 
 
@@ -221,7 +223,7 @@ def _survey(run: Store) -> list[_Found]:
 
 def _marked(run: Store, step: int, attempt: int, sizes: dict[str, int]) -> tuple[Saved | None, str]:
     """A checkpoint by its marker; or None, and what is wrong with it ("": the marker is gone)."""
-    marker = f"{_name(step, attempt)}.json"
+    marker = f"{name_of(step, attempt)}.json"
     try:
         text = run.read(marker)
     except UserError:
@@ -288,7 +290,7 @@ def _last_whole(run: Store) -> tuple[Saved | None, str]:
     return last, f"the checkpoint of step {last.step} is whole" if last else "there is no earlier checkpoint"
 
 
-def _prune(run: Store, saved: Saved, keep: int) -> None:
+def prune(run: Store, saved: Saved, keep: int) -> None:
     """Delete what `saved`, which was read back, makes superfluous; nothing that another process may be writing.
 
     The marker goes first: a half-deleted checkpoint is no checkpoint. Raises UserError at the first that stays.
@@ -297,7 +299,7 @@ def _prune(run: Store, saved: Saved, keep: int) -> None:
     good = [one.name for one in found if one.believed and one.saved]
     if saved.name not in good:  # a later attempt began meanwhile: what is superfluous is its to say
         return
-    kept = {*good[:keep], saved.name}
+    kept = {*good[:keep], saved.name, *Standing.read(run).names}
     for one in found:
         ours_or_before = one.attempt < saved.attempt or (one.attempt == saved.attempt and one.step < saved.step)
         if one.name not in kept and ours_or_before:

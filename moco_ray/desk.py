@@ -15,6 +15,7 @@ import ray
 
 from moco_ray.cluster import living, nodes_leaving, recount
 from moco_ray.errors import UserError
+from moco_ray.evaluations import Evaluations
 from moco_ray.events import Events
 from moco_ray.lease import Lease
 from moco_ray.monitor import Journal
@@ -31,10 +32,12 @@ WAITING_SECONDS = 30.0  # without workers, before a line says what is waited for
 class Desk:
     """`with Desk(...) as desk:` hears and writes until the block ends; all that was said before is written then."""
 
-    def __init__(self, board, journal: Journal, progress: Progress, plan: Plan, lease: Lease, waiting: Callable[[], str]):
+    def __init__(
+        self, board, journal: Journal, progress: Progress, plan: Plan, lease: Lease, evaluations: Evaluations, waiting: Callable[[], str]
+    ):
         """`waiting()` says in words what is waited for; asked while there are no workers."""
         self._board, self._journal, self._progress, self._plan = board, journal, progress, plan
-        self._lease, self._waiting_for = lease, waiting
+        self._lease, self._evaluations, self._waiting_for = lease, evaluations, waiting
         self._nodes: set[str] = set()  # ids, of this attempt's workers
         self.events = Events(self._happened, journal.last_step, journal.counters)
         self._heard = 0  # number of the last message
@@ -50,6 +53,17 @@ class Desk:
     def __exit__(self, *_) -> None:
         self._stop.set()
         self._thread.join()
+
+    def finish_evaluations(self) -> None:
+        """Wait for those that are due still, each for its time at the most. Raises what stops the driver meanwhile."""
+        if not self._evaluations.idle:
+            steps = ", ".join(map(str, self._evaluations.steps_waiting))
+            self._progress.say(f"waiting for the evaluation of step {steps}; after Ctrl-C the same command makes up for it")
+        while not self._evaluations.idle:
+            fatal = ray.get(self._board.fatal.remote(), timeout=60)
+            if fatal is not None:
+                raise fatal
+            time.sleep(0.2)
 
     def _run(self) -> None:
         looked = 0.0
@@ -94,6 +108,7 @@ class Desk:
             self._recounted = min(self._recounted, time.monotonic())
             events.saved(message, self._seconds_a_step, interval if message["step"] < self._plan.total_steps else 0)
             self._progress.safe(events.safe_step)
+            self._evaluations.saved(message["step"], message["attempt"])
         elif kind == "not_saved":
             events.not_saved(message)
         elif kind == "skipped":
@@ -103,12 +118,17 @@ class Desk:
 
     def _record(self, message: dict[str, Any]) -> None:
         entry = message["entry"]
-        self.events.at(entry["step"])
         if "loss" in entry:
+            self.events.at(entry["step"])
             self._seconds_a_step = self._plan.recipe.batch.global_batch_size / entry["images_per_second"]
             self.events.slow(message["slow"], entry["step"])
         new = self._journal.record(entry, message["bad"])
         self._progress.show(entry, new)
+        if "knn_top1" in entry and new:
+            with contextlib.suppress(UserError):
+                self._journal.sync()  # before its checkpoint is let go
+            better = self._evaluations.landed(entry)
+            self.events.evaluated(entry, self._evaluations.best, better)
 
     def _flush(self, number: int) -> None:
         failure = None
@@ -143,6 +163,11 @@ class Desk:
             self._recounted = time.monotonic()
             with contextlib.suppress(ray.exceptions.RayError, ValueError, TimeoutError):
                 recount()
+        for outcome in self._evaluations.look():
+            if outcome.entry is None:
+                self.events.not_evaluated(outcome.step, outcome.why)
+            else:
+                self._record({"entry": outcome.entry, "bad": []})
         self._journal.sync_if_due()
 
     def _happened(self, kind: str, step: int, text: str, **facts: Any) -> None:

@@ -7,19 +7,17 @@ import json
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from moco_ray.backbone import SUFFIX, Backbone, Trained, read_backbone, read_checkpoint
-from moco_ray.data.augment import normalise
 from moco_ray.data.storage import Store
 from moco_ray.errors import UserError
 from moco_ray.evaluate.confusion import confusion_picture
 from moco_ray.evaluate.features import (
-    Describe,
     Described,
     LabelledSet,
     colour_histogram,
     describe_set,
+    description,
     labelled_sets,
     raw_pixels,
 )
@@ -27,7 +25,7 @@ from moco_ray.evaluate.linear import L2_GRID
 from moco_ray.evaluate.table import DRAWS, TEMPERATURES, Protocol, Row, as_json, as_markdown, as_text, compare
 from moco_ray.method.encoder import build_encoder
 from moco_ray.ranks import Ranks
-from moco_ray.recipe import Augment, Recipe
+from moco_ray.recipe import Recipe
 from moco_ray.session import lazily_spread, ray_session
 
 JUDGES = {
@@ -86,17 +84,6 @@ def opened(place: str, overrides: list[str], output: str | None) -> tuple[Backbo
         f"augment.mean={list(seen.mean)}", f"augment.std={list(seen.std)}", f"evaluation.resize_pixels={seen.resize_pixels}",
     ]  # fmt: skip
     return backbone, Recipe.of_overrides([*own, *overrides]), store
-
-
-def description(module: nn.Module, augment: Augment, device: torch.device) -> Describe:
-    """A backbone as its user loads it: float32, evaluation mode."""
-    module = module.eval().to(device, memory_format=torch.channels_last)
-
-    def describe(crops: Tensor) -> Tensor:
-        with torch.no_grad():
-            return module(normalise(crops.to(device), augment))
-
-    return describe
 
 
 def _about(backbone: Backbone, bank: Described, queries: Described, protocol: Protocol) -> str:

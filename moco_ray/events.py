@@ -11,6 +11,7 @@ from typing import Any
 
 from moco_ray.board import Pulse
 from moco_ray.monitor import duration
+from moco_ray.standing import Best
 
 HEARD_SECONDS = 3.0  # since the sign of life of another: else all were ended together, or the driver itself is slow
 SILENT_SECONDS = 15.0  # without a sign of life, before a line names the rank
@@ -163,6 +164,21 @@ class Events:
             seconds=message["seconds"],
             seconds_waited=message["seconds_waited"],
         )
+
+    def evaluated(self, entry: dict[str, Any], best: Best | None, better: bool) -> None:
+        """The backbone of a step was judged."""
+        text = f"kNN {entry['knn_top1']:.1%} top-1, features of the backbone of step {entry['step']}"
+        if "evaluation_seconds" in entry:
+            text += f" ({duration(entry['evaluation_seconds'])} beside the training)"
+        if better:
+            text += "; the best so far" + (f", kept: {best.name}.pt" if best and best.step == entry["step"] else "")
+        elif best:
+            text += f"; the best is {best.knn_top1:.1%} of step {best.step}"
+        self._tell("evaluated", entry["step"], text)
+
+    def not_evaluated(self, step: int, why: str) -> None:
+        """It was not; training goes on."""
+        self._tell("not_evaluated", step, f"no kNN of step {step}: {why}")
 
     def not_saved(self, message: dict[str, Any]) -> None:
         """One could not be written; training goes on."""

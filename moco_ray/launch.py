@@ -4,6 +4,7 @@ Responsible for the driver (checks before Ray starts, a local Ray or the cluster
 workers leads to. Not responsible for what a rank does (train_worker.py, worker.py) nor for what is written and shown (desk.py).
 """
 
+import contextlib
 import logging
 import os
 import sys
@@ -24,6 +25,7 @@ from moco_ray.data.survey import Spread, build_manifest
 from moco_ray.desk import Desk
 from moco_ray.errors import StorageFailing, UserError
 from moco_ray.evaluate.features import LabelledSet, labelled_sets
+from moco_ray.evaluations import Evaluations
 from moco_ray.events import DIED
 from moco_ray.lease import Lease
 from moco_ray.method.encoder import refuse_emulated_precision
@@ -35,6 +37,7 @@ from moco_ray.recipe import Recipe
 from moco_ray.run_folder import RunFolder
 from moco_ray.saver import OUTAGE_SECONDS
 from moco_ray.session import Room, lazily_spread, ray_session
+from moco_ray.standing import Standing
 from moco_ray.train_worker import train_worker
 from moco_ray.worker import Job
 
@@ -63,7 +66,7 @@ def pretrain(recipe: Recipe, folder: RunFolder, workers: Workers, debug: bool = 
         folder.refuse_strange()
         with Lease.acquire(folder.store, _say) as lease:
             if folder.holds(recipe, surveyed.manifest):
-                if _finished(folder, surveyed):
+                if _finished(folder, surveyed) and not Standing.read(folder.store).waiting:
                     _say(f"{folder.place} holds this run, and it is finished: nothing to do; another --name starts a new one")
                     return
                 _say_where(folder)
@@ -92,7 +95,7 @@ def resume(folder: RunFolder, workers: Workers | None, overrides: list[str], deb
         surveyed = survey(recipe, spread)
         surveyed.plan.refuse_world(workers.most)
         folder.refuse_other_data(surveyed.manifest, recipe.data.uri)
-        if _finished(folder, surveyed):
+        if _finished(folder, surveyed) and not Standing.read(folder.store).waiting:
             raise UserError(f"{folder.place} is finished: all {surveyed.plan.total_steps} steps are done")
         with Lease.acquire(folder.store, _say) as lease:
             folder.update(recipe, surveyed.manifest)
@@ -143,13 +146,19 @@ def _carry(surveyed: Surveyed, folder: RunFolder, workers: Workers, lease: Lease
         board = start_board(max(attempts.numbers(run), default=0) + 1)
         journal = Journal(run, plan, start, lease.confirm)
         progress = Progress(plan, start)
+        evaluations = Evaluations(run, plan, surveyed.sets, room.helpers, journal.evaluated)
         try:
-            with Desk(board, journal, progress, plan, lease, lambda: room.words(workers)):
-                _fit(Job(run.uri, str(workers), board, surveyed.sets), folder, workers, room, debug)
-            if not _finished(folder, surveyed):
-                raise UserError(f"the workers ended before the last step; `moco-ray resume {folder.place}` goes on")
+            with Desk(board, journal, progress, plan, lease, evaluations, lambda: room.words(workers)) as desk:
+                if start < plan.total_steps:
+                    _fit(Job(run.uri, str(workers), board, None if evaluations.beside else surveyed.sets), folder, workers, room, debug)
+                if not _finished(folder, surveyed):
+                    raise UserError(f"the workers ended before the last step; `moco-ray resume {folder.place}` goes on")
+                desk.finish_evaluations()
+            with contextlib.suppress(UserError):  # those that were kept for their evaluation
+                checkpoint.prune(run, checkpoint.newest(run), plan.recipe.run.keep_checkpoints)
             journal.draw(run.uri.rstrip("/").rpartition("/")[2])
         finally:
+            evaluations.close()
             progress.close()
             journal.close()
 

@@ -32,6 +32,7 @@ GROUPS = {  # card group in TensorBoard of each scalar
     "gradient_norm": "learning/gradient_norm",
     "knn_top1": "evaluation/knn_top1_backbone_features",
     "knn_left_out": "evaluation/images_left_out",
+    "evaluation_seconds": "evaluation/seconds",
     "queue_fill": "dictionary/queue_fill",
     "positive_similarity": "dictionary/positive_similarity",
     "negative_similarity": "dictionary/negative_similarity",
@@ -45,7 +46,7 @@ GROUPS = {  # card group in TensorBoard of each scalar
     "seconds_lost": "system/seconds_lost",
 }
 # Times, rates, and who carried the step
-NOT_REPRODUCIBLE = ("images_per_second", "input_wait_share", "peak_memory_bytes", "workers", "attempt", "wall_time")
+NOT_REPRODUCIBLE = ("images_per_second", "input_wait_share", "peak_memory_bytes", "workers", "attempt", "wall_time", "evaluation_seconds")
 JSON_LINES = ("metrics.jsonl", "quarantine.jsonl", "events.jsonl")
 SYNC_SECONDS = 20.0  # between two copies to object storage; longer once the files are large
 BYTES_A_SECOND = 1 << 20  # that these copies may take of the network, on average
@@ -76,7 +77,7 @@ class Journal:
         self.last_step = max((e["step"] for e in entries if "loss" in e), default=0)
         events = _repair(self.folder / "events.jsonl")
         self.counters = next((e for e in reversed(events) if "restarts" in e), {})
-        self.last_evaluated = max((e["step"] for e in entries if "knn_top1" in e), default=-1)
+        self.evaluated = {e["step"] for e in entries if "knn_top1" in e}
         # Bad rows are written before the line that counts them: those of a line that never came are taken back.
         _repair(self.folder / "quarantine.jsonl", self.last_step)
         self._furthest = 0
@@ -94,18 +95,19 @@ class Journal:
 
         A step that is computed again after a restart gives the same numbers, but for the order of sums: the first stay.
         """
-        last = self.last_evaluated if "knn_top1" in entry else self.last_step
-        if entry["step"] <= last:
+        if entry["step"] in self.evaluated if "knn_top1" in entry else entry["step"] <= self.last_step:
             return False
         listed = [self._quarantined(epoch, row) for epoch, row in bad]  # a record may begin before the last one ended
         self._append("quarantine.jsonl", [row for row in listed if row["step"] > self.last_step])
         entry = {**entry, "wall_time": time.time()}
         self._append("metrics.jsonl", [entry])
         if "knn_top1" in entry:
-            self.last_evaluated = entry["step"]
+            self.evaluated.add(entry["step"])
         else:
             self.last_step = entry["step"]
         self._draw(entry)
+        if "knn_top1" in entry:  # may lie behind a checkpoint, from which on a new driver draws again
+            self._writers["run"].flush()
         return True
 
     def event(self, kind: str, step: int, text: str, **facts: Any) -> None:

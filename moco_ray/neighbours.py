@@ -18,8 +18,9 @@ from moco_ray.data.storage import Store
 from moco_ray.data.stream import labelled_images
 from moco_ray.data.survey import build_manifest
 from moco_ray.errors import UserError
+from moco_ray.evaluate.features import description
 from moco_ray.evaluate.sheet import nearest_others, sheet
-from moco_ray.evaluate_run import description, opened
+from moco_ray.evaluate_run import opened
 from moco_ray.recipe import Recipe
 from moco_ray.session import lazily_spread, ray_session
 

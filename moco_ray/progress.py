@@ -29,7 +29,6 @@ class Progress:
         """One entry: training scalars, or an evaluation, which stays on show. Not `new`: computed before a restart too."""
         if "knn_top1" in entry and new:
             self._knn = f" · kNN {entry['knn_top1']:.1%}"
-            self.say(f"step {entry['step']}: kNN {entry['knn_top1']:.1%} top-1 (features of the backbone)")
         if "loss" not in entry:
             return
         self._reached = max(self._reached, entry["step"])

@@ -159,6 +159,7 @@ class Evaluation(Section):
     query_rows: int = Field(0, ge=0)
     neighbours: int = Field(200, ge=1)
     temperature: float = Field(0.1, gt=0.0)
+    timeout_minutes: float = Field(60.0, gt=0.0)  # for one evaluation beside the training
     resize_pixels: int = Field(256, ge=8)  # the shorter side, before the centre crop of augment.image_pixels
 
     @model_validator(mode="after")

@@ -24,11 +24,19 @@ LEFT_FOR_DATA = (0.25, 0.375, 0.5, 0.125)
 CLAIM_BESIDE_GPU = 0.75  # of a CPU
 
 
+class Helpers(NamedTuple):
+    """The processes that run a backbone in an evaluation beside the training."""
+
+    count: int
+    on_gpus: bool  # one each
+
+
 class Room(NamedTuple):
     """What a Ray has for a run, and what each worker of it takes."""
 
     worker_cpus: int  # threads of each worker
     claim: dict[str, float]  # Ray's resources for one worker
+    spare_gpus: int = 0  # that no worker takes
 
     @property
     def on_gpus(self) -> bool:
@@ -43,6 +51,14 @@ class Room(NamedTuple):
                 "a cluster with more CPUs"
             )
         return left
+
+    def helpers(self) -> Helpers | None:
+        """What runs a backbone in evaluations beside the training: the GPUs that are left over; without GPUs a process for each four
+        CPUs, which lets the workers go first. None where the workers take all GPUs.
+        """
+        if self.on_gpus:
+            return Helpers(self.spare_gpus, True) if self.spare_gpus else None
+        return Helpers(max(1, int(ray.cluster_resources().get("CPU", 1)) // 4), False)
 
     def words(self, workers: Workers) -> str:
         """Whether so many workers would find room now, for people."""
@@ -109,7 +125,7 @@ def _room(nodes: list[dict[str, Any]], workers: Workers) -> Room:
     claim: dict[str, float] = {"CPU": each, **({"GPU": 1} if gpus else {})}
     if workers.elastic and on_cluster:
         if gpus:
-            return Room(each, claim | {"CPU": CLAIM_BESIDE_GPU})
+            return Room(each, claim | {"CPU": CLAIM_BESIDE_GPU}, max(0, gpus - most))
         sizes = {node["CPU"] for node in nodes if node.get("CPU", 0) > 0}
         left = next((part for part in LEFT_FOR_DATA if all(size % (each + part) for size in sizes)), LEFT_FOR_DATA[0])
         return Room(each, claim | {"CPU": each + left})
@@ -123,4 +139,4 @@ def _room(nodes: list[dict[str, Any]], workers: Workers) -> Room:
             f"the Ray cluster has {gpus} GPUs for {most} workers; use at most {gpus} --workers, or --workers FEWEST:MOST to wait "
             "for machines to come"
         )
-    return Room(each, claim)
+    return Room(each, claim, max(0, gpus - most))

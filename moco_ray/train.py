@@ -34,7 +34,7 @@ class Outputs(NamedTuple):
 
     record: Callable[[dict[str, Any], list[tuple[int, BadRow]]], None]  # scalars, and bad rows with their epoch
     save: Callable[[Learner], None]
-    evaluate: Callable[[Learner], dict[str, float]]
+    evaluate: Callable[[Learner], dict[str, float]] | None  # None: the checkpoint of that step is evaluated elsewhere
     completed: Callable[[int], bool] = lambda step: False  # after each step: whether to save though none is due
 
 
@@ -62,7 +62,7 @@ def train(learner: Learner, batches: Iterator[Batch], plan: Plan, ranks: Ranks, 
     healthy = torch.ones((), dtype=torch.bool, device=ranks.device)
     sums, bad, settled = 0.0, [], []  # since the last record
 
-    if learner.step and due(learner.step, plan)[1]:  # the checkpoint came first: its evaluation may have been cut off
+    if outputs.evaluate and learner.step and due(learner.step, plan)[1]:  # the checkpoint came first: its evaluation may have been cut off
         evaluate(learner, plan, outputs)
     while learner.step < plan.total_steps:
         step, batch = learner.step, next(batches)
@@ -91,16 +91,16 @@ def train(learner: Learner, batches: Iterator[Batch], plan: Plan, ranks: Ranks, 
         settled.append(Settled(step, batch.epoch, healthy, losses, batch.positions, place))
         saving, evaluating = due(learner.step, plan)
         saving = outputs.completed(learner.step) or saving
-        if learner.step % recipe.run.log_every_steps == 0 or saving or evaluating:  # only now does the host look
+        if learner.step % recipe.run.log_every_steps == 0 or saving:  # only now does the host look
             refuse_non_finite(learner, settled, ranks)
             means = dict(zip(MEANS, (sums / len(settled)).tolist(), strict=True))
             report(learner, means, bad, plan, ranks, outputs)
             sums, bad, settled = 0.0, [], []
-        if saving or evaluating:
+        if saving:
             learner.average_statistics(ranks, plan.groups)
         if saving:  # before the evaluation: a mistake in that must not cost the steps
             outputs.save(learner)
-        if evaluating:
+        if evaluating and outputs.evaluate:
             evaluate(learner, plan, outputs)
 
 
@@ -183,11 +183,11 @@ def passes(plan: Plan, rows: int) -> list[slice]:
 
 
 def due(step: int, plan: Plan) -> tuple[bool, bool]:
-    """Whether after `step` completed steps a checkpoint and an evaluation are due."""
+    """Whether after `step` completed steps a checkpoint and an evaluation are due; with the second the first is too."""
     last, evaluation = step == plan.total_steps, plan.recipe.evaluation
     period = evaluation.every_epochs * plan.steps_per_epoch
     evaluating = bool(evaluation.bank_uri) and (last or (period > 0 and step % period == 0))
-    return last or step % plan.recipe.run.checkpoint_every_steps == 0, evaluating
+    return last or evaluating or step % plan.recipe.run.checkpoint_every_steps == 0, evaluating
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -28,7 +28,7 @@ from moco_ray.ranks import Ranks
 from moco_ray.recipe import Recipe
 from moco_ray.run_folder import RunFolder, code_version
 from moco_ray.saver import OUTAGE_SECONDS, Saver
-from moco_ray.train import Outputs, train
+from moco_ray.train import Outputs, due, train
 
 FIRST_STEPS_SECONDS = 1800.0  # that ranks wait for each other until the second step is done
 STEPS_OF_PATIENCE = 20  # a rank is given up after so many times a step, if that is longer than the recipe says
@@ -42,7 +42,7 @@ class Job:
     run: str  # URI of the run folder
     asked: str  # --workers
     board: Any  # see board.py
-    sets: tuple[LabelledSet, LabelledSet] | None  # bank and queries of the evaluation
+    sets: tuple[LabelledSet, LabelledSet] | None  # bank and queries of evaluations in the loop; None: there are none
 
 
 class Node(NamedTuple):
@@ -115,7 +115,8 @@ class _Rank:
             rows = (batch._replace(crops=batch.crops.to(self._place.device)) for batch in rows)
         ranks.expect_answers_within(FIRST_STEPS_SECONDS)
         try:
-            train(learner, self._meter.timed(rows), self._plan, ranks, Outputs(self._record, self._save, self._evaluate, self._completed))
+            evaluate = self._evaluate if self._sets else None
+            train(learner, self._meter.timed(rows), self._plan, ranks, Outputs(self._record, self._save, evaluate, self._completed))
         finally:
             self._saver.close()
 
@@ -151,6 +152,7 @@ class _Rank:
     def _save(self, learner: Learner) -> None:
         advice, self._advice, self._own_order = self._advice, Advice(), None
         wait, must = learner.step >= self._plan.total_steps or bool(advice.halt_until), bool(advice.save)
+        must = must or due(learner.step, self._plan)[1]  # it is to be evaluated
         with self._meter.paused():
             refuse_different_queues(learner, self._ranks)
             self._lookout.saved()

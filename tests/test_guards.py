@@ -18,13 +18,13 @@ LAYERS = [
     ["recipe"],
     ["plan", "ranks", "data.batch"],
     ["method", "data"],
-    ["learner", "attempts"],
+    ["learner", "attempts", "standing"],
     ["train", "checkpoint", "lease", "meter", "evaluate"],
     ["lookout", "saver"],
     ["monitor", "run_folder", "show_plan", "session", "cluster"],
     ["board", "backbone"],
-    ["export", "foreign"],
-    ["events", "progress"],
+    ["export", "foreign", "beside"],
+    ["evaluations", "events", "progress"],
     ["worker"],
     ["desk", "process_group", "train_worker"],
     ["launch"],
@@ -35,8 +35,9 @@ LAYERS = [
 ]
 FORBIDDEN = {  # top-level module: files that may import it
     "ray.train": {"launch.py", "process_group.py", "train_worker.py"},
-    "ray.data": {"data/stream.py", "data/pack.py", "cluster.py"},  # the last: where its actors live, nothing of data
+    "ray.data": {"data/stream.py", "data/pack.py", "beside.py", "cluster.py"},  # the last: where its actors live, nothing of data
     "ray": {"data/stream.py", "data/pack.py", "data/on_ray.py", "session.py", "launch.py", "board.py", "cluster.py", "desk.py", "train_worker.py",
+            "beside.py", "evaluations.py",
             "process_group.py"},
     "torch.distributed": {"ranks.py"},
 }
@@ -97,7 +98,7 @@ FIELDS = {
     "data": ["uri", "image_column", "max_bad_rows_fraction", "max_image_pixels"],
     "evaluation": [
         "bank_uri", "query_uri", "label_column", "every_epochs", "bank_rows", "query_rows", "neighbours", "temperature",
-        "resize_pixels",
+        "timeout_minutes", "resize_pixels",
     ],
     "run": [
         "seed", "groups_per_forward", "memory_format", "log_every_steps", "checkpoint_every_steps", "checkpoint_every_minutes",

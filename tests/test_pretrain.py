@@ -16,9 +16,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from moco_ray import checkpoint
 from moco_ray.attempts import all_of
+from moco_ray.backbone import read_checkpoint
 from moco_ray.data.prototypes import drawn_prototypes
 from moco_ray.data.storage import Store
 from moco_ray.monitor import NOT_REPRODUCIBLE, read_metrics
+from moco_ray.standing import Standing
 from tests.object_stores import rclone_server
 from tests.shell import Shell
 from tests.synthetic import identical
@@ -116,7 +118,8 @@ def test_the_run_folder_holds_recipe_plan_commit_checkpoints_curves_and_nothing_
     facts, plan = (json.loads((folder / name).read_text()) for name in ("run.json", "plan.json"))
     assert {"git_commit", "git_dirty", "versions", "data_fingerprint", "started"} <= facts.keys()
     assert (plan["total_steps"], plan["steps_per_epoch"], plan["dropped_rows_per_epoch"]) == (STEPS, EPOCH, 8)
-    assert [saved.step for saved in checkpoint.whole(run_store)] == [STEPS, 100]
+    best = Standing.read(run_store).best
+    assert {saved.step for saved in checkpoint.whole(run_store)} == {STEPS, EVALUATED[-2], best.step}
     state, about = checkpoint.load(run_store, newest(folder))
     assert (
         state["step"] == STEPS
@@ -125,6 +128,20 @@ def test_the_run_folder_holds_recipe_plan_commit_checkpoints_curves_and_nothing_
     )
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert not list(folder.rglob("*.part"))
+
+
+def test_evaluations_beside_the_training_land_at_their_steps_and_the_best_checkpoint_is_marked_and_kept(run):
+    folder, _, (_, first), (_, second) = run
+    found = {e["step"]: e for e in read_metrics(folder / "metrics.jsonl") if "knn_top1" in e}
+    assert all(e["evaluation_seconds"] > 0 and e["knn_left_out"] == 0 for e in found.values())
+    standing = Standing.read(Store(str(folder)))
+    assert standing.waiting == () and standing.best.knn_top1 == max(e["knn_top1"] for e in found.values())
+    assert standing.best.name in {saved.name for saved in checkpoint.whole(Store(str(folder)))}
+    told = {e["step"]: e["text"] for e in read_metrics(folder / "events.jsonl") if e["kind"] == "evaluated"}
+    assert sorted(told) == EVALUATED and "the best so far, kept: checkpoints/step-" in told[standing.best.step]
+    assert all(text in first + second for text in told.values())
+    by_name = read_checkpoint(f"{folder}/checkpoints/best.pt")
+    assert by_name.saved.name == standing.best.name and by_name.saved.step == standing.best.step
 
 
 def test_tensorboard_has_every_scalar_once_a_step_and_chance_beside_the_loss(run):

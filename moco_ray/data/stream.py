@@ -136,10 +136,11 @@ def _labelled_task(shared: ray.ObjectRef, task_rows: int, batch_rows: int, task:
     manifest, recipe, row_numbers = ray.get(shared)
     stop = min((task + 1) * task_rows, len(row_numbers))
     for first in range(task * task_rows, stop, batch_rows):
-        yield _labelled_rows(manifest, recipe, row_numbers, np.arange(first, min(first + batch_rows, stop)))
+        yield labelled_rows(manifest, recipe, row_numbers, np.arange(first, min(first + batch_rows, stop)))
 
 
-def _labelled_rows(manifest: Manifest, recipe: Recipe, row_numbers: np.ndarray, positions: np.ndarray) -> Columns:
+def labelled_rows(manifest: Manifest, recipe: Recipe, row_numbers: np.ndarray, positions: np.ndarray) -> Columns:
+    """The rows row_numbers[positions] as one block; "bad" is "" or why it could not be decoded, as JSON. Needs no Ray."""
     pixels, rows = recipe.augment.image_pixels, row_numbers[positions]
     crops = np.zeros((len(rows), pixels, pixels, 3), np.uint8)
     labels, bad = np.zeros(len(rows), np.int64), [""] * len(rows)

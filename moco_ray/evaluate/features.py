@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moco_ray.data.augment import normalise
 from moco_ray.data.shards import Manifest, read_chunk_rows
@@ -21,7 +21,7 @@ from moco_ray.errors import UserError
 from moco_ray.evaluate.knn import knn_predict
 from moco_ray.method.encoder import Encoder, autocast, working_dtype
 from moco_ray.ranks import Ranks
-from moco_ray.recipe import Recipe
+from moco_ray.recipe import Augment, Recipe
 
 BATCH_ROWS = 256
 _TAG = 0xE5  # keeps the choice of rows apart from other draws of the seed
@@ -75,6 +75,17 @@ def backbone_of(encoder: Encoder, recipe: Recipe, device: torch.device) -> Descr
         x = normalise(crops.to(device), recipe.augment, working_dtype(recipe.encoder))
         with torch.no_grad(), autocast(recipe.encoder, device):
             return encoder.backbone(x.contiguous(memory_format=layout)).float()
+
+    return describe
+
+
+def description(module: nn.Module, augment: Augment, device: torch.device) -> Describe:
+    """A backbone as its user loads it: float32, evaluation mode."""
+    module = module.eval().to(device, memory_format=torch.channels_last)
+
+    def describe(crops: Tensor) -> Tensor:
+        with torch.no_grad():
+            return module(normalise(crops.to(device), augment))
 
     return describe
 
