@@ -77,6 +77,14 @@ class Backbone:
         """D."""
         return width_of(self.name)
 
+    def fingerprint(self) -> str:
+        """SHA-256 of names and values, as 16 hex digits: the same weights have the same, whatever file they come from."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.tensors.items()):
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+            digest.update(tensor.contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
     def module(self) -> nn.Module:
         """N,3,P,P float32 -> N,D in evaluation mode: torchvision's ResNet with `fc` an identity."""
         module = build_backbone(self.name, self.stem)

@@ -73,6 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     pretrain.add_argument(
         "--storage", default="runs", help="folder or URI that holds the run folders; on a cluster a shared one (runs)"
     )
+    pretrain.add_argument(
+        "--warm-start", metavar="RUN|CHECKPOINT|FILE", help="begin from this backbone (what `import` or `export --to safetensors` wrote, or a run's)"
+    )
     pretrain.add_argument("--name", help="name of the run folder (the recipe's file name)")
 
     resume = command("resume", _resume, "go on from a run's newest checkpoint, with any number of workers")
@@ -189,7 +192,12 @@ def _pretrain(arguments: argparse.Namespace) -> None:
 
     workers = Workers.of(arguments.workers)
     _say(f"run folder: {folder.place}", f"watch it:   tensorboard --logdir {folder.store.place('tensorboard')}")
-    launch.pretrain(recipe, folder, workers, arguments.debug)
+    begin = None
+    if arguments.warm_start:
+        from moco_ray.backbone import read_backbone
+
+        begin = read_backbone(arguments.warm_start)
+    launch.pretrain(recipe, folder, workers, begin, arguments.debug)
     _finished(folder)
 
 

@@ -18,6 +18,7 @@ import ray.train.torch
 import torch
 
 from moco_ray import attempts, checkpoint
+from moco_ray.backbone import Backbone
 from moco_ray.board import start_board
 from moco_ray.cluster import forget, keep_helpers_here, living, recount, wait_until_noticed
 from moco_ray.data.shards import Manifest
@@ -39,6 +40,7 @@ from moco_ray.saver import OUTAGE_SECONDS
 from moco_ray.session import Room, lazily_spread, ray_session
 from moco_ray.standing import Standing
 from moco_ray.train_worker import train_worker
+from moco_ray.warm_start import begun_from, keep
 from moco_ray.worker import Job
 
 STARTS = 20  # of a group of workers that did not come about, before a new controller is tried
@@ -54,12 +56,12 @@ QUICK = {  # Ray Train's own defaults notice a failure after up to a minute more
 }
 
 
-def pretrain(recipe: Recipe, folder: RunFolder, workers: Workers, debug: bool = False) -> None:
+def pretrain(recipe: Recipe, folder: RunFolder, workers: Workers, begin: Backbone | None = None, debug: bool = False) -> None:
     """Carry a run to its end: a new one, or this very one from its newest checkpoint, if it was cut off.
 
-    Raises UserError for all that a user can cure.
+    A new one begins from the weights `begin`, or from drawn ones. Raises UserError for all that a user can cure.
     """
-    recipe = recipe.at_absolute_paths()
+    recipe = begun_from(recipe.at_absolute_paths(), begin)
     with lazily_spread(workers.most, debug) as spread:
         surveyed = survey(recipe, spread)
         surveyed.plan.refuse_world(workers.most)
@@ -74,6 +76,8 @@ def pretrain(recipe: Recipe, folder: RunFolder, workers: Workers, debug: bool = 
             else:
                 for warning in [*surveyed.plan.warnings(), *surveyed.manifest.warnings]:
                     _say(f"warning: {warning}")
+                if begin:
+                    keep(folder, begin)
                 folder.create(recipe, surveyed.plan, surveyed.manifest)
             _carry(surveyed, folder, workers, lease, debug)
 

@@ -32,6 +32,7 @@ class Encoder(Section):
     head: Literal["linear", "mlp"] = "mlp"
     feature_dim: int = Field(128, ge=2)
     precision: Literal["float32", "bfloat16", "float64"] = "float32"
+    warm_start: str = ""  # fingerprint of the weights that `pretrain --warm-start` began from; "": drawn from the seed
 
 
 class Contrast(Section):
@@ -276,6 +277,8 @@ class Recipe(Section):
         values = self.model_dump(mode="json")
         for section, key in _FREE:
             del values[section][key]
+        if not values["encoder"]["warm_start"]:  # as it was before there were any
+            del values["encoder"]["warm_start"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
     def differences(self, other: "Recipe") -> list[str]:

@@ -23,7 +23,7 @@ from moco_ray.plan import Plan, Workers
 from moco_ray.recipe import Recipe
 
 RECIPE, PLAN, MANIFEST, FACTS, REQUEST = "recipe.toml", "plan.json", "manifest.parquet", "run.json", "ray-request"
-UNBEGUN = (RECIPE, PLAN, MANIFEST, "lease.json", "lock")  # what may lie in a folder whose run was cut off before it began
+UNBEGUN = (RECIPE, PLAN, MANIFEST, "warm-start.safetensors", "lease.json", "lock")  # what may lie in a folder whose run was cut off before it began
 
 
 @dataclass(frozen=True)

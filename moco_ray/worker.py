@@ -101,6 +101,10 @@ class _Rank:
         """From the newest checkpoint to the last step. Collective."""
         learner, ranks, recipe = self._learner, self._ranks, self._recipe
         saved, skipped = restore(learner, self._folder, self._about, ranks)
+        if recipe.encoder.warm_start and saved is None:
+            from moco_ray.warm_start import warm_start  # a second of imports that a restart need not wait for
+
+            warm_start(learner, self._folder, recipe)
         self._own_order: tuple[str, float] | None = None
         self._wire.step = learner.step
         self._register(saved, skipped)

@@ -23,7 +23,7 @@ LAYERS = [
     ["lookout", "saver"],
     ["monitor", "run_folder", "show_plan", "session", "cluster"],
     ["board", "backbone"],
-    ["export", "foreign", "beside"],
+    ["export", "foreign", "beside", "warm_start"],
     ["evaluations", "events", "progress"],
     ["worker"],
     ["desk", "process_group", "train_worker"],
@@ -86,7 +86,7 @@ def test_ray_train_ray_data_and_torch_distributed_are_known_to_few_files():
 
 
 FIELDS = {
-    "encoder": ["backbone", "stem", "head", "feature_dim", "precision"],
+    "encoder": ["backbone", "stem", "head", "feature_dim", "precision", "warm_start"],
     "contrast": ["temperature", "queue_keys", "key_momentum", "symmetric"],
     "batch": ["global_batch_size", "bn_group_size", "shuffle_domain_groups", "allow_batchnorm_leak"],
     "optimizer": ["learning_rate", "sgd_momentum", "weight_decay"],

@@ -16,9 +16,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from moco_ray import checkpoint
 from moco_ray.attempts import all_of
-from moco_ray.backbone import read_checkpoint
+from moco_ray.backbone import read_backbone, read_checkpoint
 from moco_ray.data.prototypes import drawn_prototypes
 from moco_ray.data.storage import Store
+from moco_ray.learner import Learner
 from moco_ray.monitor import NOT_REPRODUCIBLE, read_metrics
 from moco_ray.standing import Standing
 from tests.object_stores import rclone_server
@@ -190,6 +191,24 @@ def test_an_exported_file_is_evaluated_where_its_run_is_not_and_a_set_against_it
     assert held["protocol"]["leave_one_out"] and held["step"] == STEPS
     assert max(held["rows"][3]["knn"]["0.1"].values()) < 1.0 and all(row["linear"] is None for row in held["rows"])
     assert held["backbone"]["run"] == "s3://kept/small"
+
+
+def test_a_run_begins_from_exported_weights_where_it_is_asked_to(shell, run):
+    if not (shell.folder / "small.safetensors").exists():
+        assert shell.run("export", "s3://kept/small", "--to", "safetensors", "--output", "small.safetensors")[0] == 0
+    words = ("pretrain", "small.toml", "--name", "warm", "--data", "drawn/train", "schedule.steps=2", "evaluation.every_epochs=0")
+    code, out, error = shell.run(*words, "--warm-start", "small.safetensors")
+    assert code == 0, error
+    folder = shell.folder / "runs" / "warm"
+    given = read_backbone(str(folder / "warm-start.safetensors"))
+    assert given.fingerprint() == read_backbone(str(shell.folder / "small.safetensors")).fingerprint()
+    own = read_checkpoint(str(folder))
+    drawn = Learner.new(own.recipe).f_q.backbone.state_dict()["conv1.weight"]
+    weight = own.backbone().tensors["conv1.weight"]
+    assert own.recipe.encoder.warm_start == given.fingerprint()
+    assert 0 < (weight - given.tensors["conv1.weight"]).norm() < 0.2 * (weight - drawn).norm()
+    code, out, error = shell.run(*words)
+    assert code == 2 and "already holds a run of another recipe (encoder.warm_start" in error
 
 
 def test_neighbours_of_unlabelled_rows_are_a_sheet_and_points_of_the_projector(shell, run):
