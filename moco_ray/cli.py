@@ -73,7 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     pretrain.add_argument(
         "--storage", default="runs", help="folder or URI that holds the run folders; on a cluster a shared one (runs)"
     )
-    pretrain.add_argument(
+    begin = pretrain.add_mutually_exclusive_group()
+    begin.add_argument("--continue", dest="go_on_from", metavar="FILE", help="carry a run of the released MoCo on: its whole .pth.tar, with queue and optimizer")
+    begin.add_argument(
         "--warm-start", metavar="RUN|CHECKPOINT|FILE", help="begin from this backbone (what `import` or `export --to safetensors` wrote, or a run's)"
     )
     pretrain.add_argument("--name", help="name of the run folder (the recipe's file name)")
@@ -192,11 +194,11 @@ def _pretrain(arguments: argparse.Namespace) -> None:
 
     workers = Workers.of(arguments.workers)
     _say(f"run folder: {folder.place}", f"watch it:   tensorboard --logdir {folder.store.place('tensorboard')}")
-    begin = None
+    begin = launch.Begin(released=arguments.go_on_from or "")
     if arguments.warm_start:
         from moco_ray.backbone import read_backbone
 
-        begin = read_backbone(arguments.warm_start)
+        begin = launch.Begin(read_backbone(arguments.warm_start))
     launch.pretrain(recipe, folder, workers, begin, arguments.debug)
     _finished(folder)
 

@@ -81,8 +81,8 @@ def import_backbone(
     `stem` is needed where the first convolution is 3x3, whose stride no file tells. With `partial`, what is missing is drawn
     anew and what is unexpected dropped. Raises UserError if nothing is recognised, and without `partial` for what does not fit.
     """
-    content = _read(place)
-    found = _recognised(_opened(content, place), place)
+    content = read_file(place)
+    found = _recognised(opened(content, place), place)
     theirs = found.tensors
     name, stem = _architecture(theirs, place), _stem(found, stem, place)
     with torch.random.fork_rng(devices=[]):
@@ -119,14 +119,15 @@ def import_file(place: str, output: str | None, preprocessing: Preprocessing, st
     return "\n".join([head, *comparison.lines(), f"written to {output}: moco_ray.load_backbone({output!r})"])
 
 
-def _read(place: str) -> bytes:
+def read_file(place: str) -> bytes:
+    """The content of the file at a path or URI. Raises UserError if there is none."""
     store, name = file_at(place)
     if store.size(name) is None:
         raise UserError(f"there is no file {place}; name a checkpoint of another trainer")
     return store.read(name)
 
 
-def _opened(content: bytes, place: str) -> Any:
+def opened(content: bytes, place: str) -> Any:
     """What torch.save or safetensors wrote. Raises UserError for damage, and for objects that are more than data."""
     if place.partition("?")[0].endswith(SUFFIX):
         try:

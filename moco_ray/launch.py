@@ -35,13 +35,14 @@ from moco_ray.plan import Plan, Workers
 from moco_ray.process_group import ProcessGroup
 from moco_ray.progress import Progress
 from moco_ray.recipe import Recipe
+from moco_ray.released import released_state
 from moco_ray.run_folder import RunFolder
 from moco_ray.saver import OUTAGE_SECONDS
 from moco_ray.session import Room, lazily_spread, ray_session
 from moco_ray.standing import Standing
 from moco_ray.train_worker import train_worker
 from moco_ray.warm_start import begun_from, keep
-from moco_ray.worker import Job
+from moco_ray.worker import Job, about
 
 STARTS = 20  # of a group of workers that did not come about, before a new controller is tried
 FAILURES = 5  # in a row without a step forward: then the run stops, for it is not the machines
@@ -56,12 +57,19 @@ QUICK = {  # Ray Train's own defaults notice a failure after up to a minute more
 }
 
 
-def pretrain(recipe: Recipe, folder: RunFolder, workers: Workers, begin: Backbone | None = None, debug: bool = False) -> None:
+class Begin(NamedTuple):
+    """What a new run begins from, if not from drawn weights: at most one of the two."""
+
+    backbone: Backbone | None = None
+    released: str = ""  # a whole checkpoint of the released MoCo, to be carried on
+
+
+def pretrain(recipe: Recipe, folder: RunFolder, workers: Workers, begin: "Begin", debug: bool = False) -> None:
     """Carry a run to its end: a new one, or this very one from its newest checkpoint, if it was cut off.
 
-    A new one begins from the weights `begin`, or from drawn ones. Raises UserError for all that a user can cure.
+    Raises UserError for all that a user can cure.
     """
-    recipe = begun_from(recipe.at_absolute_paths(), begin)
+    recipe = begun_from(recipe.at_absolute_paths(), begin.backbone)
     with lazily_spread(workers.most, debug) as spread:
         surveyed = survey(recipe, spread)
         surveyed.plan.refuse_world(workers.most)
@@ -76,10 +84,19 @@ def pretrain(recipe: Recipe, folder: RunFolder, workers: Workers, begin: Backbon
             else:
                 for warning in [*surveyed.plan.warnings(), *surveyed.manifest.warnings]:
                     _say(f"warning: {warning}")
-                if begin:
-                    keep(folder, begin)
-                folder.create(recipe, surveyed.plan, surveyed.manifest)
+                _create(surveyed, folder, begin)
             _carry(surveyed, folder, workers, lease, debug)
+
+
+def _create(surveyed: "Surveyed", folder: RunFolder, begin: Begin) -> None:
+    plan, manifest = surveyed.plan, surveyed.manifest
+    state = released_state(begin.released, plan) if begin.released else None
+    if begin.backbone:
+        keep(folder, begin.backbone)
+    folder.create(plan.recipe, plan, manifest)
+    if state:
+        facts = about(plan.recipe, manifest, plan)
+        checkpoint.save(folder.store, state["step"], 0, checkpoint.pack(state, facts), facts, plan.recipe.run.keep_checkpoints)
 
 
 def resume(folder: RunFolder, workers: Workers | None, overrides: list[str], debug: bool = False) -> None:

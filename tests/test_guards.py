@@ -24,6 +24,7 @@ LAYERS = [
     ["monitor", "run_folder", "show_plan", "session", "cluster"],
     ["board", "backbone"],
     ["export", "foreign", "beside", "warm_start"],
+    ["released"],
     ["evaluations", "events", "progress"],
     ["worker"],
     ["desk", "process_group", "train_worker"],
