@@ -8,6 +8,7 @@ Not Ray Train's own validation tasks: their queue lives in Ray Train's controlle
 one was given up is told to nobody. Here a new driver finds what the one before left undone.
 """
 
+import math
 import time
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from moco_ray.session import Helpers
 from moco_ray.standing import Best, Standing
 from moco_ray.train import due
 
+AGAIN_SECONDS = 20.0  # until an account that the storage did not take is written again
 MOST_WAITING = 8  # checkpoints that are kept for it; with more, the oldest is given up
 
 
@@ -62,6 +64,7 @@ class Evaluations:
         self._running: _Running | None = None
         self._names: dict[int, str] = {}  # of the checkpoints written since, by step
         self._standing, self._given_up = Standing(), []
+        self._written_at: float | None = None  # tried in vain at that time; None: the storage has the account as it is
         if sets is None:
             return
         there = checkpoint.whole(run)
@@ -117,6 +120,7 @@ class Evaluations:
             for name in self._given_up
         ]
         self._given_up = []
+        self._write_if_due()
         if self._running is not None:
             outcome = self._outcome(self._running)
             if outcome is None:
@@ -149,8 +153,18 @@ class Evaluations:
         return next(step for step, own in self._names.items() if own == name)
 
     def _change(self, **values: Any) -> None:
-        self._standing = self._standing._replace(**values)
-        self._standing.write(self._run)
+        self._standing, self._written_at = self._standing._replace(**values), -math.inf
+        self._write_if_due()
+
+    def _write_if_due(self) -> None:
+        """Now, or later if the storage is unwell: a run must not end for it."""
+        if self._written_at is None or time.monotonic() - self._written_at < AGAIN_SECONDS:
+            return
+        try:
+            self._standing.write(self._run)
+            self._written_at = None
+        except UserError:
+            self._written_at = time.monotonic()
 
     def _done_with(self, name: str) -> None:
         self._change(waiting=tuple(each for each in self._standing.waiting if each != name))

@@ -2,6 +2,7 @@
 
 import tempfile
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -174,6 +175,26 @@ def test_those_that_wait_and_the_best_one_are_not_pruned_and_the_oldest_is_given
     assert not again.beside and again.idle and again.best.step == 3 * run.epoch
     run.save(21 * run.epoch, keep=1)
     assert run.names() == [3 * run.epoch, 21 * run.epoch]
+
+
+def test_a_storage_that_is_unwell_neither_ends_the_run_nor_loses_the_account(data, tmp_path, monkeypatch):
+    run = Run(tmp_path, data)
+    evaluations = run.evaluations(lambda: CPU)
+    name, unwell = run.save(run.epoch), [True]
+    write = Standing.write
+
+    def sometimes(standing, store):
+        if unwell[0]:
+            raise UserError("503")
+        write(standing, store)
+
+    monkeypatch.setattr(Standing, "write", sometimes)
+    evaluations.saved(run.epoch, 1)
+    assert Standing.read(run.store).waiting == () and evaluations.steps_waiting == [run.epoch]
+    unwell[0] = False
+    monkeypatch.setattr("moco_ray.evaluations.AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("moco_ray.evaluations.ray.remote", lambda function: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: None)))
+    assert evaluations.look() == [] and Standing.read(run.store).waiting == (name,)
 
 
 def test_a_damaged_account_stops_pruning_and_names_the_file(data, tmp_path):
