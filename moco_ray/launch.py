@@ -1,15 +1,13 @@
-"""Runs the loop under Ray Train: with train_worker.py and process_group.py the only places that know it.
+"""Runs the loop under Ray Train: with train_worker.py, process_group.py and restarts.py the only places that know it.
 
-Responsible for the driver (checks before Ray starts, a local Ray or the cluster, the trainer) and for what a failure of the
-workers leads to. Not responsible for what a rank does (train_worker.py, worker.py) nor for what is written and shown (desk.py).
+Responsible for the driver: checks before Ray starts, a local Ray or the cluster, the trainer. Not responsible for what a failure of
+the workers leads to (restarts.py), for what a rank does (train_worker.py, worker.py) nor for what is written and shown (desk.py).
 """
 
 import contextlib
-import logging
 import os
 import sys
 import tempfile
-import time
 from typing import NamedTuple
 
 import ray
@@ -20,14 +18,13 @@ import torch
 from moco_ray import attempts, checkpoint
 from moco_ray.backbone import Backbone
 from moco_ray.board import start_board
-from moco_ray.cluster import forget, keep_helpers_here, living, recount, wait_until_noticed
+from moco_ray.cluster import forget, keep_helpers_here, living
 from moco_ray.data.shards import Manifest
 from moco_ray.data.survey import Spread, build_manifest
 from moco_ray.desk import Desk
-from moco_ray.errors import StorageFailing, UserError
+from moco_ray.errors import UserError
 from moco_ray.evaluate.features import LabelledSet, labelled_sets
 from moco_ray.evaluations import Evaluations
-from moco_ray.events import DIED
 from moco_ray.lease import Lease
 from moco_ray.method.encoder import refuse_emulated_precision
 from moco_ray.monitor import Journal
@@ -36,8 +33,8 @@ from moco_ray.process_group import ProcessGroup
 from moco_ray.progress import Progress
 from moco_ray.recipe import Recipe
 from moco_ray.released import released_state
+from moco_ray.restarts import FAILURES, Guard, one_line
 from moco_ray.run_folder import RunFolder
-from moco_ray.saver import OUTAGE_SECONDS
 from moco_ray.session import Room, lazily_spread, ray_session
 from moco_ray.standing import Standing
 from moco_ray.train_worker import train_worker
@@ -45,10 +42,6 @@ from moco_ray.warm_start import begun_from, keep
 from moco_ray.worker import Job, about
 
 STARTS = 20  # of a group of workers that did not come about, before a new controller is tried
-FAILURES = 5  # in a row without a step forward: then the run stops, for it is not the machines
-NOTICED_SECONDS = 30.0  # for Ray's head to notice that a node is gone
-# Parts of what gloo and NCCL say on a rank whose peer is gone
-OF_A_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted")
 QUICK = {  # Ray Train's own defaults notice a failure after up to a minute more
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # see cluster.nodes_leaving
@@ -64,7 +57,7 @@ class Begin(NamedTuple):
     released: str = ""  # a whole checkpoint of the released MoCo, to be carried on
 
 
-def pretrain(recipe: Recipe, folder: RunFolder, workers: Workers, begin: "Begin", debug: bool = False) -> None:
+def pretrain(recipe: Recipe, folder: RunFolder, workers: Workers, begin: Begin, debug: bool = False) -> None:
     """Carry a run to its end: a new one, or this very one from its newest checkpoint, if it was cut off.
 
     Raises UserError for all that a user can cure.
@@ -75,6 +68,8 @@ def pretrain(recipe: Recipe, folder: RunFolder, workers: Workers, begin: "Begin"
         surveyed.plan.refuse_world(workers.most)
         folder.refuse_strange()
         with Lease.acquire(folder.store, _say) as lease:
+            untouched = not attempts.numbers(folder.store)
+            state = released_state(begin.released, surveyed.plan) if begin.released and untouched else None
             if folder.holds(recipe, surveyed.manifest):
                 if _finished(folder, surveyed) and not Standing.read(folder.store).waiting:
                     _say(f"{folder.place} holds this run, and it is finished: nothing to do; another --name starts a new one")
@@ -84,19 +79,13 @@ def pretrain(recipe: Recipe, folder: RunFolder, workers: Workers, begin: "Begin"
             else:
                 for warning in [*surveyed.plan.warnings(), *surveyed.manifest.warnings]:
                     _say(f"warning: {warning}")
-                _create(surveyed, folder, begin)
+                if begin.backbone:
+                    keep(folder, begin.backbone)
+                folder.create(recipe, surveyed.plan, surveyed.manifest)
+            if state:
+                facts = about(recipe, surveyed.manifest, surveyed.plan)
+                checkpoint.save(folder.store, state["step"], 0, checkpoint.pack(state, facts), facts, recipe.run.keep_checkpoints)
             _carry(surveyed, folder, workers, lease, debug)
-
-
-def _create(surveyed: "Surveyed", folder: RunFolder, begin: Begin) -> None:
-    plan, manifest = surveyed.plan, surveyed.manifest
-    state = released_state(begin.released, plan) if begin.released else None
-    if begin.backbone:
-        keep(folder, begin.backbone)
-    folder.create(plan.recipe, plan, manifest)
-    if state:
-        facts = about(plan.recipe, manifest, plan)
-        checkpoint.save(folder.store, state["step"], 0, checkpoint.pack(state, facts), facts, plan.recipe.run.keep_checkpoints)
 
 
 def resume(folder: RunFolder, workers: Workers | None, overrides: list[str], debug: bool = False) -> None:
@@ -206,7 +195,7 @@ def _fit(job: Job, folder: RunFolder, workers: Workers, room: Room, debug: bool)
             fatal = ray.get(job.board.fatal.remote())
         except ray.exceptions.RayError as lost:
             raise UserError(
-                f"the Ray cluster was lost ({_one_line(lost)}); when it is back, `moco-ray resume {folder.place}` goes on from the "
+                f"the Ray cluster was lost ({one_line(lost)}); when it is back, `moco-ray resume {folder.place}` goes on from the "
                 "newest checkpoint"
             ) from lost
         if fatal is not None:
@@ -219,7 +208,7 @@ def _fit(job: Job, folder: RunFolder, workers: Workers, room: Room, debug: bool)
         failures, reached = (failures + 1, reached) if newest is None or newest.step <= reached else (1, newest.step)
         if isinstance(error, ray.train.WorkerGroupError) or failures >= FAILURES:
             raise _cause(error, folder, debug) from error
-        ray.get(job.board.post.remote({"kind": "failed", "causes": {0: f"Ray Train's controller: {_one_line(error)}"}}))
+        ray.get(job.board.post.remote({"kind": "failed", "causes": {0: f"Ray Train's controller: {one_line(error)}"}}))
 
 
 class _Trainer(ray.train.torch.TorchTrainer):
@@ -246,88 +235,11 @@ def _trainer(job: Job, notes: str, workers: Workers, room: Room, debug: bool) ->
             name="notes",
             storage_path=notes,
             failure_config=ray.train.FailureConfig(max_failures=-1, controller_failure_limit=STARTS),
-            callbacks=[_Guard(job.board, set(living()))],
+            callbacks=[Guard(job.board, set(living()))],
             logging_config=ray.train.LoggingConfig(log_level="INFO" if debug else "CRITICAL"),
             worker_runtime_env={"env_vars": {"RAY_CHDIR_TO_TRIAL_DIR": "0"}},
         ),
     )
-
-
-class _Guard(ray.train.UserCallback):
-    """In Ray Train's controller, between a failure of workers and the decision what is started again.
-
-    An exception here ends the run at once: that is how a mistake that no restart cures does.
-    """
-
-    def __init__(self, board, nodes: set[str]):
-        """`nodes`: ids of those that live now."""
-        self._board, self._nodes = board, nodes
-        self._best, self._failures, self._last = 0, 0, -1
-        self._failing_since: float | None = None  # a storage, and no step since
-
-    def after_exception(self, run_context, worker_exceptions: dict[int, Exception]) -> None:
-        """Ray Train calls it with rank -> exception. Raises to end the run; returns to have the workers started again."""
-        causes = {rank: _one_line(error) for rank, error in worker_exceptions.items()}
-        ray.get(self._board.post.remote({"kind": "failed", "causes": causes}))
-        fatal = ray.get(self._board.fatal.remote())
-        if fatal is None and not self._lost_a_machine():
-            fatal = self._give_up(worker_exceptions, causes)
-        if fatal is not None:
-            ray.get(self._board.stop.remote(fatal))
-            raise RuntimeError("the run cannot go on; the driver tells why")
-
-    def _lost_a_machine(self) -> bool:
-        """Whether that was it. Waits until Ray knows, so that the workers are started on what is left."""
-        try:
-            wait_until_noticed(NOTICED_SECONDS)
-            before, self._nodes = self._nodes, set(living())
-            recount()
-            return not before <= self._nodes
-        except Exception:  # whatever it is, here it would end the run, and it only makes the restart slower
-            logging.getLogger(__name__).warning("Ray Train may restart with an old view of the cluster", exc_info=True)
-            return False
-
-    def _give_up(self, errors: dict[int, Exception], causes: dict[int, str]) -> UserError | None:
-        """What ends the run, if it has failed too often without a step forward."""
-        reached = max((pulse.step for pulse in ray.get(self._board.pulses.remote()).values()), default=0)
-        if reached > self._best:
-            self._best, self._failures = reached, 0
-        if reached != self._last:
-            self._last, self._failing_since = reached, None
-        failing = next((e for e in map(_user_error, errors.values()) if isinstance(e, StorageFailing)), None)
-        if failing is not None:
-            self._failing_since = self._failing_since or time.monotonic()
-            return UserError(str(failing)) if time.monotonic() - self._failing_since > OUTAGE_SECONDS else None
-        self._failures += 1
-        if self._failures < FAILURES:
-            return None
-        rank, cause = min(causes.items())
-        return UserError(
-            f"the run stopped: the workers failed {FAILURES} times in a row without a step forward, the last time at step "
-            f"{reached}: worker {rank}: {cause}. `moco-ray resume` goes on from the newest checkpoint; with --debug the whole "
-            "story is shown"
-        )
-
-
-def _user_error(error: BaseException | None) -> UserError | None:
-    """The user's error inside what Ray raises, if there is one."""
-    while error is not None:
-        if isinstance(error, UserError):
-            return type(error)(str(error.args[0]).strip()) if error.args else error
-        error = getattr(error, "cause", None) or error.__cause__
-    return None
-
-
-def _one_line(error: BaseException) -> str:
-    """What happened, without Ray's advice and tracebacks."""
-    text = (str(_user_error(error) or error).strip() or repr(error)).splitlines()
-    inner = getattr(error, "health_check_failure", error)  # of Ray Train's poll
-    if isinstance(inner, ray.exceptions.RayActorError):
-        return DIED
-    if isinstance(inner, ray.exceptions.GetTimeoutError) or type(inner).__name__ == "WorkerHealthCheckTimeoutError":
-        return "it does not answer"
-    last = text[-1].strip()
-    return "another worker was lost" if any(word in last for word in OF_A_PEER) else last
 
 
 def _cause(error: ray.train.TrainingFailedError, folder: RunFolder, debug: bool) -> Exception:
@@ -335,7 +247,7 @@ def _cause(error: ray.train.TrainingFailedError, folder: RunFolder, debug: bool)
     if debug:
         return error
     return UserError(
-        f"the run stopped: {_one_line(error)}. `moco-ray resume {folder.place}` goes on from the newest checkpoint; with --debug "
+        f"the run stopped: {one_line(error)}. `moco-ray resume {folder.place}` goes on from the newest checkpoint; with --debug "
         "the whole story is shown"
     )
 

@@ -27,7 +27,7 @@ LAYERS = [
     ["released"],
     ["evaluations", "events", "progress"],
     ["worker"],
-    ["desk", "process_group", "train_worker"],
+    ["desk", "process_group", "restarts", "train_worker"],
     ["launch"],
     ["evaluate_run", "bench_input"],
     ["neighbours"],
@@ -35,10 +35,10 @@ LAYERS = [
     ["__main__"],
 ]
 FORBIDDEN = {  # top-level module: files that may import it
-    "ray.train": {"launch.py", "process_group.py", "train_worker.py"},
+    "ray.train": {"launch.py", "process_group.py", "restarts.py", "train_worker.py"},
     "ray.data": {"data/stream.py", "data/pack.py", "beside.py", "cluster.py"},  # the last: where its actors live, nothing of data
     "ray": {"data/stream.py", "data/pack.py", "data/on_ray.py", "session.py", "launch.py", "board.py", "cluster.py", "desk.py", "train_worker.py",
-            "beside.py", "evaluations.py",
+            "beside.py", "evaluations.py", "restarts.py",
             "process_group.py"},
     "torch.distributed": {"ranks.py"},
 }
