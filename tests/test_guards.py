@@ -23,6 +23,7 @@ LAYERS = [
     ["lookout", "saver"],
     ["monitor", "run_folder", "show_plan", "session", "cluster"],
     ["board", "backbone"],
+    ["detectron2_configs"],
     ["export", "foreign"],
     ["events", "progress"],
     ["worker"],
