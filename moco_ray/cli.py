@@ -114,7 +114,8 @@ def _parser() -> argparse.ArgumentParser:
     alike.add_argument("--queries", type=int, default=8, help="images whose neighbours are shown (8)")
     alike.add_argument("--nearest", type=int, default=8, help="neighbours of each (8)")
     alike.add_argument("--seed", type=int, default=0, help="of the draws (0)")
-    alike.add_argument("--output", metavar="FOLDER", help="for neighbours.png and tensorboard/ (the run folder)")
+    alike.add_argument("--map", action="store_true", help="also map.png: up to 2000 images at their two principal components")
+    alike.add_argument("--output", metavar="FOLDER", help="for neighbours.png, map.png and tensorboard/ (the run folder)")
     backbone_commands(command)
     return parser
 
@@ -263,10 +264,10 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 
 def _neighbours(arguments: argparse.Namespace) -> None:
-    from moco_ray.neighbours import neighbours
+    from moco_ray.neighbours import Drawn, neighbours
 
-    names = ("place", "data", "rows", "queries", "nearest", "output", "seed", "debug")
-    print(neighbours(*(getattr(arguments, name) for name in names)))
+    drawn = Drawn(arguments.rows, arguments.queries, arguments.nearest, arguments.seed)
+    print(neighbours(arguments.place, arguments.data, drawn, arguments.output, arguments.map, arguments.debug))
 
 
 def _say(*lines: str) -> None:

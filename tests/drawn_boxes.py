@@ -9,13 +9,16 @@ from PIL import Image, ImageDraw
 CATEGORIES = [{"id": 12, "name": "ring"}, {"id": 3, "name": "square"}, {"id": 7, "name": "triangle"}]  # with gaps, in no order
 
 
-def drawn_boxes(folder: Path, images: int, seed: int, pixels: tuple[int, int] = (64, 97)) -> Path:
-    """Write `images` PNGs into folder/images, and folder/boxes.json; its path. One to three shapes each, apart from each other."""
+def drawn_boxes(folder: Path, images: int, seed: int, sides: tuple[int, int]) -> Path:
+    """Write `images` PNGs into folder/images, and folder/boxes.json; its path. One to three shapes each, apart from each other.
+
+    A side has sides[0] to sides[1] pixels.
+    """
     draw = np.random.default_rng(seed)
     (folder / "images").mkdir(parents=True)
     content = {"images": [], "annotations": [], "categories": CATEGORIES}
     for number in range(images):
-        width, height = (int(side) for side in draw.integers(*pixels, 2))
+        width, height = (int(side) for side in draw.integers(sides[0], sides[1] + 1, 2))
         coarse = draw.integers(90, 150, (height // 4 + 1, width // 4 + 1), dtype=np.uint8)
         picture = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
         canvas = ImageDraw.Draw(picture)

@@ -25,6 +25,7 @@ from moco_ray.errors import UserError
 PUBLISHED_PIXELS = 800  # of the shorter side, for which anchors of 32 to 512 pixels are meant
 LONGER_SIDE = 1333 / PUBLISHED_PIXELS
 REGIONS_PER_IMAGE = 128  # that train the box head: Fast R-CNN's, a quarter of torchvision's, for a short training on small images
+PYRAMID_CHANNELS = 256
 SETTLING_STEPS = 50  # whose batches BatchNorm's statistics are estimated on before a test
 READERS = 4  # threads
 _TAG = 0xDE
@@ -84,7 +85,7 @@ def build_detector(resnet: nn.Module, backbone: Backbone, classes: int, settings
     anchors = AnchorGenerator(tuple((2**n * scale,) for n in range(5, 10)), ((0.5, 1.0, 2.0),) * 5)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        pyramid = BackboneWithFPN(resnet, stages, widths, 256, norm_layer=nn.BatchNorm2d)
+        pyramid = BackboneWithFPN(resnet, stages, widths, PYRAMID_CHANNELS, norm_layer=nn.BatchNorm2d)
         return FasterRCNN(
             pyramid, classes + 1, settings.image_pixels, round(settings.image_pixels * LONGER_SIDE), backbone.preprocessing.mean, backbone.preprocessing.std,
             rpn_anchor_generator=anchors, box_batch_size_per_image=REGIONS_PER_IMAGE,
@@ -117,7 +118,7 @@ def fine_tune(
             seen.append(samples)
             if (step + 1) % every == 0 or step + 1 == settings.steps:
                 _refuse_divergence(losses, every)
-                report(step + 1, float(loss))
+                report(step + 1, float(losses[-1]))
         settle_batchnorm(detector, (images for _, images, _ in _read(pictures, order[-SETTLING_STEPS:], device)))
     return torch.stack(losses).tolist(), seen
 

@@ -65,10 +65,9 @@ def average_precision(pictures: Sequence[Picture], found: Sequence[Found], class
         ]
     if not any(not one["iscrowd"] for one in truth):
         raise UserError("the test images have no box: there is nothing to measure; give a test set with boxes")
-    with contextlib.redirect_stdout(io.StringIO()):
-        judged = package.cocoeval.COCOeval(
-            *(_indexed(package, entries, len(pictures), classes) for entries in (truth, detections)), "bbox"
-        )
+    with contextlib.redirect_stdout(io.StringIO()):  # pycocotools tells each of its steps
+        known, answered = (_indexed(package, entries, len(pictures), classes) for entries in (truth, detections))
+        judged = package.cocoeval.COCOeval(known, answered, "bbox")
         judged.evaluate()
         judged.accumulate()
         judged.summarize()
