@@ -5,12 +5,12 @@ A user's mistake is one line on standard error and exit code 2; anything else ke
 
 import argparse
 import contextlib
-import math
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from moco_ray.cli_backbone import backbone_commands
 from moco_ray.errors import UserError
 
 CPU_QUIET = {  # set before torch and Ray are imported: what they print is not for the user of this command
@@ -119,26 +119,10 @@ def _parser() -> argparse.ArgumentParser:
     alike.add_argument("--queries", type=int, default=8, help="images whose neighbours are shown (8)")
     alike.add_argument("--nearest", type=int, default=8, help="neighbours of each (8)")
     alike.add_argument("--seed", type=int, default=0, help="of the draws (0)")
-    alike.add_argument("--output", metavar="FOLDER", help="for neighbours.png and tensorboard/ (the run folder)")
-    _backbone_commands(command)
+    alike.add_argument("--map", action="store_true", help="also map.png: up to 2000 images at their two principal components")
+    alike.add_argument("--output", metavar="FOLDER", help="for neighbours.png, map.png and tensorboard/ (the run folder)")
+    backbone_commands(command)
     return parser
-
-
-def _backbone_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Those about what a run made, and what others made."""
-    export = command("export", _export, "write the trained backbone in the format of another tool")
-    export.add_argument("place", metavar="RUN|CHECKPOINT|FILE", help="a run folder (its newest checkpoint), RUN/checkpoints/step-N.aM.pt, or a .safetensors of ours")
-    export.add_argument("--to", required=True, metavar="FORMAT", help="safetensors torchvision timm transformers detectron2 mmpretrain onnx torchscript moco")
-    export.add_argument("--output", metavar="PATH", help="a file or folder that does not exist yet, or a URI (a name in this folder)")
-
-    take = command("import", _import, "make a backbone of ours from another trainer's checkpoint")
-    take.add_argument("file", metavar="FILE", help="of the released MoCo, solo-learn, lightly, VISSL, OpenSelfSup, MMSelfSup, torchvision or timm; a path or a URI")
-    take.add_argument("--output", metavar="FILE", help="a new .safetensors file (FILE's name with -backbone.safetensors, in this folder)")
-    take.add_argument("--stem", choices=("imagenet", "small_stride1", "small_stride2"), help="needed where the first convolution is 3x3")
-    take.add_argument("--partial", action="store_true", help="take what fits, and draw what is missing anew")
-    take.add_argument("--image-pixels", type=int, default=224, help="side of the images that it was trained on (224)")
-    take.add_argument("--mean", type=float, nargs=3, default=(0.485, 0.456, 0.406), metavar=("R", "G", "B"), help="of pixels in 0..1 (ImageNet's)")
-    take.add_argument("--std", type=float, nargs=3, default=(0.229, 0.224, 0.225), metavar=("R", "G", "B"), help="of pixels in 0..1 (ImageNet's)")
 
 
 def _data_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -290,28 +274,10 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 
 def _neighbours(arguments: argparse.Namespace) -> None:
-    from moco_ray.neighbours import neighbours
+    from moco_ray.neighbours import Drawn, neighbours
 
-    names = ("place", "data", "rows", "queries", "nearest", "output", "seed", "debug")
-    print(neighbours(*(getattr(arguments, name) for name in names)))
-
-
-def _export(arguments: argparse.Namespace) -> None:
-    from moco_ray.export import export
-
-    print(export(arguments.place, arguments.to, arguments.output))
-
-
-def _import(arguments: argparse.Namespace) -> None:
-    from moco_ray.backbone import Preprocessing
-    from moco_ray.foreign import import_file
-
-    pixels = arguments.image_pixels
-    mean, std = arguments.mean, arguments.std
-    if not 8 <= pixels <= 4096 or not all(math.isfinite(value) for value in (*mean, *std)) or min(std) <= 0.0:
-        raise UserError(f"--image-pixels {pixels} must be 8 to 4096, --mean {mean} and --std {std} finite, and --std above 0")
-    preprocessing = Preprocessing(round(pixels * 256 / 224), pixels, tuple(arguments.mean), tuple(arguments.std))
-    print(import_file(arguments.file, arguments.output, preprocessing, arguments.stem, arguments.partial))
+    drawn = Drawn(arguments.rows, arguments.queries, arguments.nearest, arguments.seed)
+    print(neighbours(arguments.place, arguments.data, drawn, arguments.output, arguments.map, arguments.debug))
 
 
 def _say(*lines: str) -> None:

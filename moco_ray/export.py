@@ -19,7 +19,7 @@ from safetensors.torch import save as bytes_of_tensors
 from torch import Tensor, nn
 from torchvision.models import resnet
 
-from moco_ray import layouts
+from moco_ray import detectron2_configs, layouts
 from moco_ray.backbone import SUFFIX, Backbone, Preprocessing, Trained, file_at, read_backbone, read_checkpoint
 from moco_ray.data.storage import Store
 from moco_ray.errors import UserError
@@ -36,6 +36,7 @@ class Format:
     files: Callable[[Backbone], Files]
     suffix: str  # of the target; "" for a folder
     use: str  # how its tool takes it; {target} and {name} are filled in
+    beside: Callable[[Backbone, str], Files] = lambda backbone, target: {}  # files that tell where the target lies
     stock: bool = False  # only for the networks that its tool knows by name: with the usual stem, no ResNet-10
 
 
@@ -135,27 +136,15 @@ def _crop_share(preprocessing: Preprocessing) -> float:
 
 
 def _detectron2(backbone: Backbone) -> Files:
-    """As the released MoCo's converter writes it; beside it the settings that such a backbone needs, for a user's own config."""
+    """As the released MoCo's converter writes it; beside it the settings that such a backbone needs."""
     model = {layouts.detectron2_name(name): tensor.numpy() for name, tensor in backbone.tensors.items()}
     held = {"model": model, "__author__": "moco_ray", "matching_heuristics": True}
-    return {"backbone.pkl": pickle.dumps(held), "backbone.yaml": _detectron2_settings(backbone).encode()}
+    return {detectron2_configs.WEIGHTS: pickle.dumps(held), "backbone.yaml": detectron2_configs.settings(backbone).encode()}
 
 
-def _detectron2_settings(backbone: Backbone) -> str:
-    mean, std = (
-        [round(255 * value, 3) for value in values]
-        for values in (backbone.preprocessing.mean, backbone.preprocessing.std)
-    )
-    depth = int(backbone.name.removeprefix("resnet"))
-    narrow = "" if BACKBONES[backbone.name][0] is resnet.Bottleneck else "    RES2_OUT_CHANNELS: 64\n"
-    return (
-        "# What differs for a backbone that MoCo trained: RGB, its own pixel statistics, torchvision's place of the strides,\n"
-        "# every layer trained on, with BatchNorm synchronised (He et al. 2019, section 4.2). Copy it into your own config, and\n"
-        "# write the path of backbone.pkl as it is seen from where you start.\n"
-        f"MODEL:\n  WEIGHTS: backbone.pkl\n  PIXEL_MEAN: {mean}\n  PIXEL_STD: {std}\n"
-        f'  BACKBONE:\n    FREEZE_AT: 0\n  RESNETS:\n    DEPTH: {depth}\n    NORM: "SyncBN"\n    STRIDE_IN_1X1: False\n{narrow}'
-        'INPUT:\n  FORMAT: "RGB"\nTEST:\n  PRECISE_BN:\n    ENABLED: True\n'
-    )
+def _detectron2_beside(backbone: Backbone, target: str) -> Files:
+    """Of a ResNet-50, the published configs on VOC and COCO."""
+    return {name: text.encode() for name, text in detectron2_configs.published(backbone, target).items()}
 
 
 def _onnx(backbone: Backbone) -> Files:
@@ -251,7 +240,10 @@ FORMATS = {
     ),
     "timm": Format(_timm, "", 'timm.create_model("local-dir:{target}", pretrained=True)', stock=True),
     "transformers": Format(_transformers, "", "transformers.AutoModel.from_pretrained({target!r})"),
-    "detectron2": Format(_detectron2, "", "MODEL.WEIGHTS {target}/backbone.pkl, with {target}/backbone.yaml", stock=True),
+    "detectron2": Format(
+        _detectron2, "", "MODEL.WEIGHTS {target}/backbone.pkl, with {target}/backbone.yaml; of a ResNet-50 also voc_*.yaml and coco_*.yaml",
+        _detectron2_beside, stock=True,
+    ),
     "mmpretrain": Format(
         _mmpretrain, ".pth", "init_cfg=dict(type='Pretrained', checkpoint={target!r}, prefix='backbone.')", stock=True
     ),
@@ -280,7 +272,7 @@ def export(place: str, to: str, target: str | None = None) -> str:
     _refuse_unfit(backbone, to, format_)
     target = (target or _default_target(backbone, to, format_)).rstrip("/")
     _refuse_taken(target, format_)
-    files = format_.files(backbone)
+    files = format_.files(backbone) | format_.beside(backbone, target)
     for name, content in files.items():
         _write(target, name, content)
     step = f", step {backbone.origin['step']}" if "step" in backbone.origin else ""

@@ -1,12 +1,13 @@
 """`moco-ray neighbours`: what a backbone takes for alike, as a sheet of images and in TensorBoard's projector.
 
 Responsible for which rows are looked at, for reading them and for where the pictures go. Labels are not needed. Not responsible
-for comparing and drawing (evaluate/sheet.py).
+for comparing and drawing (evaluate/sheet.py, evaluate/map.py).
 """
 
 import io
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from moco_ray.data.stream import labelled_images
 from moco_ray.data.survey import build_manifest
 from moco_ray.errors import UserError
 from moco_ray.evaluate.features import description
+from moco_ray.evaluate.map import SHOWN, map_picture, project
 from moco_ray.evaluate.sheet import nearest_others, sheet
 from moco_ray.evaluate_run import opened
 from moco_ray.recipe import Recipe
@@ -30,14 +32,22 @@ THUMB_PIXELS = 32  # of the projector
 _TAG = 0x4E
 
 
-def neighbours(
-    place: str, data: str | None, rows: int, queries: int, nearest: int, output: str | None, seed: int = 0, debug: bool = False
-) -> str:
-    """Write neighbours.png, and an image and an embedding for TensorBoard; lines for the user.
+class Drawn(NamedTuple):
+    """What is drawn from the data set, by a seed."""
 
-    Of the data set (by default the run's own) `rows` rows are drawn from the seed, and `queries` of them; each is shown with
-    its `nearest` others among the drawn. Into `output`, by default the run's folder. Raises UserError for what cannot be.
+    rows: int  # among which neighbours are looked for
+    queries: int  # of the rows, each shown with
+    nearest: int  # others
+    seed: int = 0
+
+
+def neighbours(place: str, data: str | None, drawn: Drawn, output: str | None, with_map: bool = False, debug: bool = False) -> str:
+    """Write neighbours.png, an image and an embedding for TensorBoard, and with `with_map` map.png; lines for the user.
+
+    The data set is by default the run's own. The map shows the points of the projector. Into `output`, by default the run's
+    folder. Raises UserError for what cannot be.
     """
+    rows, queries, nearest, seed = drawn
     if min(rows, queries, nearest) < 1:
         raise UserError(f"--rows {rows}, --queries {queries} and --nearest {nearest} must be at least 1")
     overrides = [f"data.uri={data}"] if data else []
@@ -78,9 +88,14 @@ def neighbours(
         f"nearest of {len(held)} images by the backbone{f', step {step}' if step else ''}; cosine similarity",
     )
     store.write("neighbours.png", picture)
+    mapped = ""
+    if with_map:
+        about = f"{len(points)} images by the backbone{f', step {step}' if step else ''}"
+        store.write("map.png", map_picture(project(held[points]), np.stack([shown[n] for n in points.tolist()]), about))
+        mapped = f"{store.place('map.png')}: {len(points)} points, {min(SHOWN, len(points))} of them as images\n"
     _to_tensorboard(store, step, picture, held[points], [shown[n] for n in points.tolist()], numbers[points.numpy()])
     return (
-        f"{store.place('neighbours.png')}: {len(asked)} queries, each with its {nearest} nearest of {len(held)} images\n"
+        f"{store.place('neighbours.png')}: {len(asked)} queries, each with its {nearest} nearest of {len(held)} images\n{mapped}"
         f"projector:  tensorboard --logdir {store.place('tensorboard')}  ({len(points)} points)"
     )
 

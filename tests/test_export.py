@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+import yaml
 from PIL import Image
 from safetensors.torch import save as bytes_of_tensors
 from torch import nn
@@ -210,6 +211,80 @@ def test_detectron2_and_mmpretrain_files_have_their_documented_names_and_pixels(
 def test_detectron2_is_told_of_the_narrow_stage_of_a_resnet_18(written):
     settings = (written(backbone("resnet18"), "detectron2") / "backbone.yaml").read_text()
     assert "    DEPTH: 18\n" in settings and "    RES2_OUT_CHANNELS: 64\n" in settings
+
+
+DETECTRON2_DEFAULTS = {  # detectron2/config/defaults.py at 084acd0: a key's default, whose type a config's value must have
+    "VERSION": 2, "MODEL.META_ARCHITECTURE": "GeneralizedRCNN", "MODEL.WEIGHTS": "", "MODEL.MASK_ON": False,
+    "MODEL.PIXEL_MEAN": [103.53, 116.28, 123.675], "MODEL.PIXEL_STD": [1.0, 1.0, 1.0], "MODEL.BACKBONE.FREEZE_AT": 2,
+    "MODEL.RESNETS.DEPTH": 50, "MODEL.RESNETS.NORM": "FrozenBN", "MODEL.RESNETS.STRIDE_IN_1X1": True, "MODEL.RESNETS.RES2_OUT_CHANNELS": 256,
+    "MODEL.RPN.PRE_NMS_TOPK_TEST": 6000, "MODEL.RPN.POST_NMS_TOPK_TEST": 1000, "MODEL.ROI_HEADS.NAME": "Res5ROIHeads",
+    "MODEL.ROI_HEADS.NUM_CLASSES": 80, "INPUT.FORMAT": "BGR", "INPUT.MIN_SIZE_TRAIN": [800], "INPUT.MIN_SIZE_TEST": 800,
+    "DATASETS.TRAIN": [], "DATASETS.TEST": [], "SOLVER.IMS_PER_BATCH": 16, "SOLVER.BASE_LR": 0.001, "SOLVER.STEPS": [30000],
+    "SOLVER.MAX_ITER": 40000, "SOLVER.WARMUP_ITERS": 1000, "TEST.PRECISE_BN.ENABLED": False,
+}  # fmt: skip
+RELEASED_C4 = {  # facebookresearch/moco at 90e244a, detection/configs: Base-RCNN-C4-BN.yaml and *_moco.yaml, without pixels and weights
+    "MODEL.META_ARCHITECTURE": "GeneralizedRCNN", "MODEL.RPN.PRE_NMS_TOPK_TEST": 6000, "MODEL.RPN.POST_NMS_TOPK_TEST": 1000,
+    "MODEL.ROI_HEADS.NAME": "Res5ROIHeadsExtraNorm", "MODEL.BACKBONE.FREEZE_AT": 0, "MODEL.RESNETS.NORM": "naiveSyncBN",
+    "MODEL.RESNETS.STRIDE_IN_1X1": False, "TEST.PRECISE_BN.ENABLED": True, "SOLVER.IMS_PER_BATCH": 16, "SOLVER.BASE_LR": 0.02,
+    "INPUT.FORMAT": "RGB", "INPUT.MIN_SIZE_TEST": 800,
+}  # fmt: skip
+RELEASED_PROTOCOLS = {
+    "voc_R_50_C4_24k.yaml": {
+        "MODEL.MASK_ON": False, "MODEL.ROI_HEADS.NUM_CLASSES": 20, "INPUT.MIN_SIZE_TRAIN": list(range(480, 801, 32)),
+        "DATASETS.TRAIN": ["voc_2007_trainval", "voc_2012_trainval"], "DATASETS.TEST": ["voc_2007_test"],
+        "SOLVER.STEPS": [18000, 22000], "SOLVER.MAX_ITER": 24000, "SOLVER.WARMUP_ITERS": 100,
+    },
+    "coco_R_50_C4_2x.yaml": {
+        "MODEL.MASK_ON": True, "MODEL.ROI_HEADS.NUM_CLASSES": 80, "INPUT.MIN_SIZE_TRAIN": list(range(640, 801, 32)),
+        "DATASETS.TRAIN": ["coco_2017_train"], "DATASETS.TEST": ["coco_2017_val"], "SOLVER.STEPS": [120000, 160000], "SOLVER.MAX_ITER": 180000,
+        "SOLVER.WARMUP_ITERS": 1000,  # Detectron2's default, which the released config leaves
+    },
+}  # fmt: skip
+
+
+def flat(tree: dict, prefix: str = "") -> dict:
+    """MODEL: {WEIGHTS: x} -> MODEL.WEIGHTS: x."""
+    found = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
+def detectron2_config(path: Path) -> dict:
+    """A config as Detectron2 would take it: every key is one of its own, and every value has its default's type."""
+    config = flat(yaml.safe_load(path.read_text()))
+    for key, value in config.items():
+        assert type(value) is type(DETECTRON2_DEFAULTS[key]), (path.name, key)
+    return config
+
+
+def test_detectron2_s_c4_configs_are_the_released_protocol_with_the_run_s_pixels_and_weights(written):
+    folder = written(backbone("resnet50"), "detectron2")
+    assert sorted(p.name for p in folder.iterdir()) == sorted(["backbone.pkl", "backbone.yaml", *RELEASED_PROTOCOLS])
+    for name, protocol in RELEASED_PROTOCOLS.items():
+        config = detectron2_config(folder / name)
+        assert Path(config.pop("MODEL.WEIGHTS")) == folder / "backbone.pkl"
+        assert config.pop("MODEL.PIXEL_MEAN") == [127.5, 102.0, 76.5] and config.pop("MODEL.PIXEL_STD") == [51.0, 63.75, 76.5]
+        assert config.pop("MODEL.RESNETS.DEPTH") == 50 and config.pop("VERSION") == 2
+        assert config == RELEASED_C4 | protocol
+        assert f"--config-file {name}" in (folder / name).read_text()
+    assert "lie beside this file" in (folder / "backbone.yaml").read_text()
+
+
+def test_detectron2_s_configs_name_the_weights_of_a_folder_given_by_a_relative_or_a_strange_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("one.safetensors").write_bytes(backbone("resnet50").to_bytes())
+    for target in ("plain", 'with space "and: quotes" #1'):
+        export("one.safetensors", "detectron2", target)
+        for name in RELEASED_PROTOCOLS:
+            assert Path(detectron2_config(tmp_path / target / name)["MODEL.WEIGHTS"]) == tmp_path / target / "backbone.pkl"
+
+
+def test_a_resnet_18_gets_no_c4_config_and_is_told_so(written):
+    folder = written(backbone("resnet18"), "detectron2")
+    assert sorted(p.name for p in folder.iterdir()) == ["backbone.pkl", "backbone.yaml"]
+    assert "there is none for a resnet18" in (folder / "backbone.yaml").read_text()
+    assert detectron2_config(folder / "backbone.yaml")["MODEL.RESNETS.RES2_OUT_CHANNELS"] == 64
 
 
 @pytest.fixture(scope="module")

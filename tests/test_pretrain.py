@@ -213,10 +213,11 @@ def test_a_run_begins_from_exported_weights_where_it_is_asked_to(shell, run):
 
 def test_neighbours_of_unlabelled_rows_are_a_sheet_and_points_of_the_projector(shell, run):
     folder, *_ = run
-    code, out, error = shell.run("neighbours", "s3://kept/small", "--rows", "200", "--queries", "5", "--nearest", "4")
-    assert code == 0 and "5 queries, each with its 4 nearest of 200 images" in out, error
-    with Image.open(folder / "neighbours.png") as sheet:
-        assert sheet.size[0] > 500 and sheet.size[1] > 500
+    code, out, error = shell.run("neighbours", "s3://kept/small", "--rows", "200", "--queries", "5", "--nearest", "4", "--map")
+    assert code == 0 and "200 points, 200 of them as images" in out and "5 queries, each with its 4 nearest of 200 images" in out, error
+    for name in ("neighbours.png", "map.png"):
+        with Image.open(folder / name) as sheet:
+            assert sheet.size[0] > 500 and sheet.size[1] > 500
     held = folder / "tensorboard" / f"neighbours-step-{STEPS}"
     (tensors,) = held.rglob("tensors.tsv")
     assert len(tensors.read_text().splitlines()) == 200 and list(held.rglob("sprite.png")) and (held / "projector_config.pbtxt").exists()
