@@ -176,7 +176,7 @@ def _fit(job: Job, folder: RunFolder, workers: Workers, room: Room, debug: bool)
             fatal = ray.get(job.board.fatal.remote())
         except ray.exceptions.RayError as lost:
             raise UserError(
-                f"the Ray cluster was lost ({_one_line(lost)}); when it is back, `moco-ray resume {folder.place}` goes on from the "
+                f"the Ray cluster was lost ({told_in_a_line(lost)}); when it is back, `moco-ray resume {folder.place}` goes on from the "
                 "newest checkpoint"
             ) from lost
         if fatal is not None:
@@ -189,10 +189,10 @@ def _fit(job: Job, folder: RunFolder, workers: Workers, room: Room, debug: bool)
         failures, reached = (failures + 1, reached) if newest is None or newest.step <= reached else (1, newest.step)
         if isinstance(error, ray.train.WorkerGroupError) or failures >= FAILURES:
             raise _cause(error, folder, debug) from error
-        ray.get(job.board.post.remote({"kind": "failed", "causes": {0: f"Ray Train's controller: {_one_line(error)}"}}))
+        ray.get(job.board.post.remote({"kind": "failed", "causes": {0: f"Ray Train's controller: {told_in_a_line(error)}"}}))
 
 
-class _Trainer(ray.train.torch.TorchTrainer):
+class Trainer(ray.train.torch.TorchTrainer):
     """Ray Train's, less the process of 3 s of CPU time that it starts with the workers, also at a restart, for data sets: it is
     given none. If another release of Ray makes its callbacks elsewhere, nothing but that is lost.
     """
@@ -202,7 +202,7 @@ class _Trainer(ray.train.torch.TorchTrainer):
 
 
 def _trainer(job: Job, notes: str, workers: Workers, room: Room, debug: bool) -> ray.train.torch.TorchTrainer:
-    return _Trainer(
+    return Trainer(
         train_worker,
         train_loop_config={"job": job, "room": room},
         scaling_config=ray.train.ScalingConfig(
@@ -237,7 +237,7 @@ class _Guard(ray.train.UserCallback):
 
     def after_exception(self, run_context, worker_exceptions: dict[int, Exception]) -> None:
         """Ray Train calls it with rank -> exception. Raises to end the run; returns to have the workers started again."""
-        causes = {rank: _one_line(error) for rank, error in worker_exceptions.items()}
+        causes = {rank: told_in_a_line(error) for rank, error in worker_exceptions.items()}
         ray.get(self._board.post.remote({"kind": "failed", "causes": causes}))
         fatal = ray.get(self._board.fatal.remote())
         if fatal is None and not self._lost_a_machine():
@@ -264,7 +264,7 @@ class _Guard(ray.train.UserCallback):
             self._best, self._failures = reached, 0
         if reached != self._last:
             self._last, self._failing_since = reached, None
-        failing = next((e for e in map(_user_error, errors.values()) if isinstance(e, StorageFailing)), None)
+        failing = next((e for e in map(mistake_behind, errors.values()) if isinstance(e, StorageFailing)), None)
         if failing is not None:
             self._failing_since = self._failing_since or time.monotonic()
             return UserError(str(failing)) if time.monotonic() - self._failing_since > OUTAGE_SECONDS else None
@@ -279,7 +279,7 @@ class _Guard(ray.train.UserCallback):
         )
 
 
-def _user_error(error: BaseException | None) -> UserError | None:
+def mistake_behind(error: BaseException | None) -> UserError | None:
     """The user's error inside what Ray raises, if there is one."""
     while error is not None:
         if isinstance(error, UserError):
@@ -288,9 +288,9 @@ def _user_error(error: BaseException | None) -> UserError | None:
     return None
 
 
-def _one_line(error: BaseException) -> str:
+def told_in_a_line(error: BaseException) -> str:
     """What happened, without Ray's advice and tracebacks."""
-    text = (str(_user_error(error) or error).strip() or repr(error)).splitlines()
+    text = (str(mistake_behind(error) or error).strip() or repr(error)).splitlines()
     inner = getattr(error, "health_check_failure", error)  # of Ray Train's poll
     if isinstance(inner, ray.exceptions.RayActorError):
         return DIED
@@ -305,7 +305,7 @@ def _cause(error: ray.train.TrainingFailedError, folder: RunFolder, debug: bool)
     if debug:
         return error
     return UserError(
-        f"the run stopped: {_one_line(error)}. `moco-ray resume {folder.place}` goes on from the newest checkpoint; with --debug "
+        f"the run stopped: {told_in_a_line(error)}. `moco-ray resume {folder.place}` goes on from the newest checkpoint; with --debug "
         "the whole story is shown"
     )
 
