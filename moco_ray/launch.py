@@ -1,4 +1,5 @@
-"""Runs the loop under Ray Train: with train_worker.py and process_group.py the only places that know it.
+"""Runs the loop under Ray Train: with train_worker.py, process_group.py and the two of a probe (training on labels) the only
+places that know it.
 
 Responsible for the driver (checks before Ray starts, a local Ray or the cluster, the trainer) and for what a failure of the
 workers leads to. Not responsible for what a rank does (train_worker.py, worker.py) nor for what is written and shown (desk.py).

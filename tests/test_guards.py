@@ -26,18 +26,21 @@ LAYERS = [
     ["export", "foreign"],
     ["events", "progress"],
     ["worker"],
-    ["desk", "process_group", "train_worker"],
+    ["desk", "process_group", "train_worker", "probe_worker"],
     ["launch"],
+    ["launch_probe"],
     ["evaluate_run", "bench_input"],
-    ["neighbours"],
+    ["neighbours", "probe_run"],
+    ["cli_evaluate"],
     ["cli"],
     ["__main__"],
 ]
 FORBIDDEN = {  # top-level module: files that may import it
-    "ray.train": {"launch.py", "process_group.py", "train_worker.py"},
+    # the last two: training on labels, with a worker and a driver of its own
+    "ray.train": {"launch.py", "process_group.py", "train_worker.py", "launch_probe.py", "probe_worker.py"},
     "ray.data": {"data/stream.py", "data/pack.py", "cluster.py"},  # the last: where its actors live, nothing of data
     "ray": {"data/stream.py", "data/pack.py", "data/on_ray.py", "session.py", "launch.py", "board.py", "cluster.py", "desk.py", "train_worker.py",
-            "process_group.py"},
+            "process_group.py", "launch_probe.py", "probe_worker.py"},
     "torch.distributed": {"ranks.py"},
 }
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moco_ray.errors import UserError
 from moco_ray.ranks import Ranks
 
 
@@ -35,8 +36,10 @@ class Tally:
             self._in_five += (logits.topk(5, 1).indices == labels[:, None]).any(1).sum()
 
     def scores(self, ranks: Ranks) -> Scores:
-        """Of the rows that all ranks have counted, the same on each. Collective."""
+        """Of the rows that all ranks have counted, the same on each. Collective. Raises UserError if there are none."""
         counts = ranks.sum(torch.cat([self._confusion.flatten(), self._in_five])).cpu()
+        if not counts.any():
+            raise UserError("no image of the test set could be read")
         confusion, in_five = counts[:-1].view_as(self._confusion), int(counts[-1])
         rows, right = confusion.sum(1).tolist(), confusion.diagonal().tolist()
         per_class = [hits / total if total else None for hits, total in zip(right, rows, strict=True)]
