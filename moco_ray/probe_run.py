@@ -4,6 +4,7 @@ Responsible for the sets, the checks before anything is started, and the files o
 (evaluate/probe.py, evaluate/sweep.py) nor for the table of the default protocol (evaluate_run.py).
 """
 
+import hashlib
 import json
 import sys
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from moco_ray.evaluate.confusion import confusion_picture
 from moco_ray.evaluate.features import LabelledSet, describe_set, labelled_sets
 from moco_ray.evaluate.protocols import Choices, Protocol
 from moco_ray.evaluate.report import Result, about, as_json, as_markdown, as_text, per_cent
-from moco_ray.evaluate.sweep import RATES, Settings, Swept, sweep
+from moco_ray.evaluate.sweep import MOMENTUM, RATES, Settings, Swept, sweep
 from moco_ray.evaluate_run import description, opened
 from moco_ray.launch_probe import carry_probe
 from moco_ray.probe_worker import Kept, ProbeJob
@@ -182,12 +183,14 @@ def _sweep(case: _Case, request: Request) -> Result:
 
 def _sweep_facts(protocol: Protocol, settings: Settings, swept: Swept) -> dict[str, Any]:
     held = protocol.facts()
+    kept = ("epochs", "global_batch_size", "schedule", "milestone_epochs", "test_view", "backbone", "label_percent", "seed")
+    recipe = {"sgd_momentum": MOMENTUM, "weight_decay": 0.0, "rates": list(settings.rates), **{key: held[key] for key in kept}}
     return {
         "name": "sweep",
         "source": "SGD as in the linear protocol, on cached features of centre crops, for several rates at once; not the published protocol",
-        **{key: held[key] for key in ("epochs", "global_batch_size", "schedule", "milestone_epochs", "test_view", "backbone", "label_percent", "seed")},
+        **recipe,
         "training_view": held["test_view"],
-        "rates": list(settings.rates),
+        "recipe_fingerprint": hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16],
         "held_out_top1": {f"{rate:g}": share for rate, share in swept.held_out.items()},
         "chosen_rate": swept.rate,
         "chosen_at_the_edge": len(settings.rates) > 1 and swept.rate in (settings.rates[0], settings.rates[-1]),

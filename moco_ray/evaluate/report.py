@@ -54,6 +54,7 @@ def as_markdown(result: Result) -> str:
         "top-1": per_cent(result.last["top1"]),
         "top-5": per_cent(result.last["top5"]),
         "best epoch": f"{per_cent(result.best['top1'])} ({result.best_epoch})",
+        "recipe": result.protocol["recipe_fingerprint"],
         "checkpoint": hash_of(backbone)[:12],
         "training set": sets["training"]["fingerprint"],
         "test set": sets["test"]["fingerprint"],
