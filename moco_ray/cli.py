@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from moco_ray.cli_backbone import backbone_commands
+from moco_ray.cli_evaluate import evaluate_command
 from moco_ray.errors import UserError
 
 CPU_QUIET = {  # set before torch and Ray are imported: what they print is not for the user of this command
@@ -26,6 +27,7 @@ WORKERS = "Ray Train workers, at most one for each BatchNorm group; 2:16 for as 
 GOES_ON = {  # after Ctrl-C
     **dict.fromkeys(("pretrain", "resume"), "; `moco-ray resume RUN` goes on from the newest checkpoint"),
     "pack": "; the same command goes on",
+    "evaluate": "; the same command goes on, where a protocol trains",
 }
 
 
@@ -100,18 +102,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _data_commands(command)
 
-    evaluate = command(
-        "evaluate", _evaluate, "judge a backbone by kNN, few labels and a linear classifier, beside raw pixels, colours and an untrained one"
-    )
-    evaluate.add_argument("place", metavar="RUN|CHECKPOINT|FILE", help="a run folder (its newest checkpoint), RUN/checkpoints/step-N.aM.pt, or a .safetensors of ours")
-    evaluate.add_argument(
-        "--bank", metavar="URI", help="labelled images to look neighbours up in (the recipe's evaluation.bank_uri)"
-    )
-    evaluate.add_argument(
-        "--queries", metavar="URI", help="labelled images to classify (the recipe's evaluation.query_uri); the bank again: leave one out"
-    )
-    evaluate.add_argument("--output", metavar="FOLDER", help="for evaluation.json, evaluation.md and confusion.png (the run folder; none for a file)")
-    evaluate.add_argument("--no-linear", action="store_true", help="without the linear classifier, which takes the longest")
+    evaluate_command(command)
     alike = command("neighbours", _neighbours, "show which images a backbone takes for alike: a sheet, and TensorBoard's projector")
     alike.add_argument("place", metavar="RUN|CHECKPOINT|FILE", help="as for evaluate")
     alike.add_argument("--data", metavar="URI", help="images, labelled or not (the run's own)")
@@ -264,13 +255,6 @@ def _demo_data(arguments: argparse.Namespace) -> None:
     else:
         summary = fashion_mnist(target, Path(arguments.source) if arguments.source else None)
     _say(f"{target}: {summary}")
-
-
-def _evaluate(arguments: argparse.Namespace) -> None:
-    from moco_ray.evaluate_run import evaluate_run
-
-    linear = not arguments.no_linear
-    print(evaluate_run(arguments.place, arguments.bank, arguments.queries, arguments.output, linear, arguments.debug))
 
 
 def _neighbours(arguments: argparse.Namespace) -> None:

@@ -1,4 +1,5 @@
-"""Runs the loop under Ray Train: with train_worker.py, process_group.py and restarts.py the only places that know it.
+"""Runs the loop under Ray Train: with train_worker.py, process_group.py, restarts.py and the two of a probe (training on labels) the
+only places that know it.
 
 Responsible for the driver: checks before Ray starts, a local Ray or the cluster, the trainer. Not responsible for what a failure of
 the workers leads to (restarts.py), for what a rank does (train_worker.py, worker.py) nor for what is written and shown (desk.py).
@@ -211,7 +212,7 @@ def _fit(job: Job, folder: RunFolder, workers: Workers, room: Room, debug: bool)
         ray.get(job.board.post.remote({"kind": "failed", "causes": {0: f"Ray Train's controller: {one_line(error)}"}}))
 
 
-class _Trainer(ray.train.torch.TorchTrainer):
+class Trainer(ray.train.torch.TorchTrainer):
     """Ray Train's, less the process of 3 s of CPU time that it starts with the workers, also at a restart, for data sets: it is
     given none. If another release of Ray makes its callbacks elsewhere, nothing but that is lost.
     """
@@ -221,7 +222,7 @@ class _Trainer(ray.train.torch.TorchTrainer):
 
 
 def _trainer(job: Job, notes: str, workers: Workers, room: Room, debug: bool) -> ray.train.torch.TorchTrainer:
-    return _Trainer(
+    return Trainer(
         train_worker,
         train_loop_config={"job": job, "room": room},
         scaling_config=ray.train.ScalingConfig(

@@ -28,20 +28,21 @@ LAYERS = [
     ["released"],
     ["evaluations", "events", "progress"],
     ["worker"],
-    ["desk", "process_group", "restarts", "train_worker"],
+    ["desk", "process_group", "restarts", "train_worker", "probe_worker"],
     ["launch"],
+    ["launch_probe"],
     ["evaluate_run", "bench_input", "detect"],
-    ["neighbours"],
-    ["cli_backbone"],
+    ["neighbours", "probe_run"],
+    ["cli_backbone", "cli_evaluate"],
     ["cli"],
     ["__main__"],
 ]
 FORBIDDEN = {  # top-level module: files that may import it
-    "ray.train": {"launch.py", "process_group.py", "restarts.py", "train_worker.py"},
+    # the last two: training on labels, with a worker and a driver of its own
+    "ray.train": {"launch.py", "process_group.py", "restarts.py", "train_worker.py", "launch_probe.py", "probe_worker.py"},
     "ray.data": {"data/stream.py", "data/pack.py", "beside.py", "cluster.py"},  # the last: where its actors live, nothing of data
     "ray": {"data/stream.py", "data/pack.py", "data/on_ray.py", "session.py", "launch.py", "board.py", "cluster.py", "desk.py", "train_worker.py",
-            "beside.py", "evaluations.py", "restarts.py",
-            "process_group.py"},
+            "process_group.py", "beside.py", "evaluations.py", "restarts.py", "launch_probe.py", "probe_worker.py"},
     "torch.distributed": {"ranks.py"},
 }
 

@@ -21,6 +21,7 @@ from moco_ray.data.decode import CROP_DRAWS, BadImage, decode, two_crops
 from moco_ray.data.draws import CROP, REPLACE, uniforms
 from moco_ray.data.order import EpochOrder
 from moco_ray.data.shards import Manifest, read_chunk_rows
+from moco_ray.data.subset import Subset, SubsetOrder
 from moco_ray.errors import UserError
 from moco_ray.plan import Plan, groups_of_rank
 from moco_ray.recipe import Recipe
@@ -106,14 +107,17 @@ class Source:
     manifest: Manifest
     recipe: Recipe
     plan: Plan
+    subset: Subset | None = None  # None: all rows
 
-    def order(self, epoch: int) -> EpochOrder:
+    def order(self, epoch: int) -> EpochOrder | SubsetOrder:
         """The order of an epoch, kept for the next task of this process."""
-        return _order(self.manifest, self.plan, self.recipe.run.seed, epoch)
+        return _order(self.manifest, self.plan, self.recipe.run.seed, epoch, self.subset)
 
 
 @lru_cache(maxsize=2)
-def _order(manifest: Manifest, plan: Plan, seed: int, epoch: int) -> EpochOrder:
+def _order(manifest: Manifest, plan: Plan, seed: int, epoch: int, subset: Subset | None) -> EpochOrder | SubsetOrder:
+    if subset is not None:
+        return SubsetOrder(manifest, subset, plan, seed, epoch)
     return EpochOrder(manifest.chunk_rows, plan, seed, epoch)
 
 

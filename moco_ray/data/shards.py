@@ -213,6 +213,18 @@ def read_chunk_rows(
     return ChunkRows(image_bytes(taken[manifest.image_column]), labels)
 
 
+def read_chunk_labels(manifest: Manifest, chunk: int, label_column: str) -> np.ndarray:
+    """The labels of all rows of one chunk, (rows,) int64, without its images where the layout allows: a tar is read whole.
+
+    Raises UserError as `read_chunk_rows` does.
+    """
+    if manifest.layout == "tree":
+        return _folder_labels(manifest, chunk, int(manifest.chunk_rows[chunk]))
+    if manifest.layout == "tar":
+        return _sample_labels(manifest, chunk, samples_of(manifest, chunk), label_column)
+    return _column_labels(manifest.store.place(manifest.name(chunk)), row_group(manifest, chunk, [label_column]), label_column)
+
+
 def samples_of(manifest: Manifest, chunk: int) -> list[Sample]:
     """All rows of a tar's chunk. Raises UserError if they are not as many as they were."""
     name, length = manifest.name(chunk), int(manifest.chunk_bytes[chunk])
@@ -239,7 +251,7 @@ def row_group(manifest: Manifest, chunk: int, columns: list[str]) -> pa.Table:
     def call() -> pa.Table:
         with store.open(name) as file, damage_told():
             parquet = _with_footer(store, name, file)
-            _refuse_other_columns(store.place(name), parquet, columns)
+            _refuse_other_columns(store.place(name), parquet, columns, manifest.image_column)
             rows = parquet.metadata.row_group(part).num_rows if part < parquet.num_row_groups else 0
             if rows != manifest.chunk_rows[chunk]:
                 raise changed(store, name, f"row group {part} has {rows} rows, not {manifest.chunk_rows[chunk]}")
@@ -266,11 +278,11 @@ _footers: dict[tuple[Store, str, int], pq.FileMetaData] = {}  # of this process
 _footers_lock = threading.Lock()
 
 
-def _refuse_other_columns(place: str, parquet: pq.ParquetFile, columns: list[str]) -> None:
+def _refuse_other_columns(place: str, parquet: pq.ParquetFile, columns: list[str], image_column: str) -> None:
     names = parquet.schema_arrow.names
     for column in columns:
         if column not in names:
-            where = "data.image_column" if column == columns[0] else "evaluation.label_column"
+            where = "data.image_column" if column == image_column else "evaluation.label_column"
             raise UserError(f"{place} has no column {column!r}; name one of {', '.join(names)} as {where}")
 
 

@@ -71,13 +71,20 @@ def batches(
     the first steps itself while they start. Raises UserError if a file cannot
     be read or nothing can replace a bad row, and RuntimeError if rows arrive that the plan does not expect.
     """
+    yield from batches_of(Source(manifest, recipe, plan), world, rank, start_step, data_cpus, head_start)
+
+
+def batches_of(
+    source: Source, world: int, rank: int, start_step: int, data_cpus: float | None = None, head_start: bool = True
+) -> Iterator[Batch]:
+    """The same of a source, which may be a subset of its data set's rows."""
+    plan = source.plan
     plan.refuse_world(world)
     segments = Segments(plan, world, rank, start_step)
-    source = Source(manifest, recipe, plan)
     shared = ray.put((source, segments))
-    row_bytes = 2 * 3 * recipe.augment.image_pixels**2
+    row_bytes = 2 * 3 * source.recipe.augment.image_pixels**2
     data_cpus = ray.cluster_resources().get("CPU", 1) if data_cpus is None else data_cpus
-    shape = Shape(segments.rows_per_step, row_bytes, *tasks_of_a_rank(data_cpus, world, manifest.store.is_local))
+    shape = Shape(segments.rows_per_step, row_bytes, *tasks_of_a_rank(data_cpus, world, source.manifest.store.is_local))
     skipped = 1 if head_start and len(segments) else 0
     own = OwnSteps(_steps_of_all(source, segments), segments[0].steps) if skipped else None
     step = start_step
