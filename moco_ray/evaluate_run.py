@@ -76,7 +76,9 @@ def opened(place: str, overrides: list[str], output: str | None) -> tuple[Backbo
     store = Store.at(output) if output else None
     if not place.partition("?")[0].endswith(SUFFIX):
         trained: Trained = read_checkpoint(place)
-        return trained.backbone(), trained.folder.recipe(overrides), store or trained.folder.store
+        backbone = trained.backbone()  # a run without an evaluation of its own is seen as `Preprocessing` says, not through the default
+        view = f"evaluation.resize_pixels={backbone.preprocessing.resize_pixels}"
+        return backbone, trained.folder.recipe([view, *overrides]), store or trained.folder.store
     backbone = read_backbone(place)
     seen = backbone.preprocessing
     own = [

@@ -26,6 +26,7 @@ from moco_ray.data.augment import normalise
 from moco_ray.data.decode import centre_crop
 from moco_ray.data.storage import Store
 from moco_ray.errors import UserError
+from moco_ray.evaluate_run import opened
 from moco_ray.export import FORMATS, export
 from moco_ray.learner import Learner
 from moco_ray.method.encoder import build_backbone
@@ -392,6 +393,11 @@ def test_load_backbone_takes_a_run_a_checkpoint_or_a_file_and_its_transform_is_t
     assert torch.equal(module.transform(turned), module.transform(colours.transpose(Image.Transpose.ROTATE_270)))
     grey = torch.from_numpy(picture[..., :1]).permute(2, 0, 1)
     assert torch.equal(module.transform(grey), module.transform(grey.expand(3, -1, -1)))
+
+
+def test_a_run_without_an_evaluation_is_judged_through_the_view_that_its_backbone_is_exported_with(run, learned):
+    backbone, recipe, _ = opened(run.uri, ["evaluation.bank_uri=a", "evaluation.query_uri=b", "evaluation.neighbours=1"], None)
+    assert recipe.evaluation.resize_pixels == backbone.preprocessing.resize_pixels == 73 and recipe.augment.image_pixels == 64
 
 
 def test_the_readme_s_lines_for_classification_and_detection_run(run):
