@@ -8,6 +8,7 @@ Not Ray Train's own validation tasks: their queue lives in Ray Train's controlle
 one was given up is told to nobody. Here a new driver finds what the one before left undone.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Collection
@@ -143,7 +144,8 @@ class Evaluations:
     def close(self) -> None:
         """End what is at work; it waits for the next driver."""
         if self._running is not None:
-            ray.cancel(self._running.task, force=True)
+            with contextlib.suppress(ray.exceptions.RayError):  # it may be gone
+                ray.cancel(self._running.task, force=True)
             self._running = None
 
     def _due(self, step: int) -> bool:
