@@ -75,7 +75,7 @@ CASES = {
     "T = 5": Case({"contrast": {"temperature": 5.0}}),
     "rate 1e-6": Case({"optimizer": {"learning_rate": 1e-6}}),
     "K ten times the rows": Case({"contrast": {"queue_keys": 10 * FEW_ROWS}}, "few"),
-    "throttled": Case({}, pace=0.3),
+    "throttled": Case({}, pace=0.6),
     "5 % duplicates": Case({}, "duplicates"),
 }
 
