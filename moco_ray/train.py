@@ -15,6 +15,7 @@ from torch.nn.functional import normalize
 from moco_ray.data.augment import colour_stage
 from moco_ray.data.batch import BadRow, Batch
 from moco_ray.errors import NonFinite, UserError
+from moco_ray.exhibit import Step
 from moco_ray.learner import Learner
 from moco_ray.method.batchnorm import commit_statistics, forget_statistics
 from moco_ray.method.contrast import info_nce
@@ -36,6 +37,7 @@ class Outputs(NamedTuple):
     save: Callable[[Learner], None]
     evaluate: Callable[[Learner], dict[str, float]] | None  # None: the checkpoint of that step is evaluated elsewhere
     completed: Callable[[int], bool] = lambda step: False  # after each step: whether to save though none is due
+    picture: Callable[[Step], None] = lambda step: None  # of every `run.images_every_steps`th step, to be looked at
 
 
 class Settled(NamedTuple):
@@ -70,7 +72,7 @@ def train(learner: Learner, batches: Iterator[Batch], plan: Plan, ranks: Ranks, 
         set_learning_rate(learner.optimizer, learning_rate(plan, step))
 
         keys = [encode_keys(learner.f_k, batch, plan, ranks, (step, d)) for d in directions]  # B,C each, in row order
-        losses, scores = backward(f_q, batch, keys, learner.queue.keys, plan, ranks)
+        losses, scores, queries = backward(f_q, batch, keys, learner.queue.keys, plan, ranks)
         norm = torch.nn.utils.get_total_norm([p.grad for p in learner.f_q.parameters()])
         scores = torch.cat([ranks.sum(scores) / (plan.keys_per_step), norm[None]])  # MEANS
 
@@ -82,6 +84,8 @@ def train(learner: Learner, batches: Iterator[Batch], plan: Plan, ranks: Ranks, 
         learner.optimizer.step()
         learner.optimizer.zero_grad(set_to_none=True)
         follow(learner.f_k, learner.f_q, recipe.contrast.key_momentum, healthy)
+        if recipe.run.images_every_steps and step % recipe.run.images_every_steps == 0:
+            outputs.picture(Step(batch, queries, keys[0], rows_of(plan, ranks.world, ranks.rank), learner.queue))
         learner.queue.enqueue(torch.cat(keys), step, healthy)
         commit_statistics(learner.f_q, healthy)
         commit_statistics(learner.f_k, healthy)
@@ -133,15 +137,15 @@ def encode_keys(f_k: nn.Module, batch: Batch, plan: Plan, ranks: Ranks, draw: tu
 
 def backward(
     f_q: nn.Module, batch: Batch, keys: list[Tensor], queue: Tensor, plan: Plan, ranks: Ranks
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the mean loss over B rows (summed over directions), averaged over ranks in the last pass.
 
     `keys` holds B,C of each direction, which see the same queue. Returns the loss of each own row and
-    direction, and the sums over them of all MEANS but the last.
+    direction, the sums over them of all MEANS but the last, and their queries, N,C of each direction in turn.
     """
     own = rows_of(plan, ranks.world, ranks.rank)
     work = [(d, rows) for d in range(len(keys)) for rows in passes(plan, len(batch.crops))]
-    losses, scores = [], 0.0
+    losses, scores, queries = [], 0.0, []
     for direction, rows in work:
         view = VIEWS[direction][0]
         with Ranks.reduce_gradients(f_q, now=(direction, rows) == work[-1]):
@@ -153,8 +157,9 @@ def backward(
         right = [(contrast.rank < top).to(loss.dtype) for top in (1, 5)]
         columns = [loss, *right, contrast.positive_similarity, contrast.negative_similarity]
         losses.append(loss)
+        queries.append(q.detach())
         scores = scores + torch.stack([column.sum() for column in columns])
-    return torch.cat(losses), scores
+    return torch.cat(losses), scores, torch.cat(queries)
 
 
 def encode(f: nn.Module, crops: Tensor, batch: Batch, part: tuple[slice, int], plan: Plan) -> Tensor:

@@ -19,6 +19,7 @@ from moco_ray.data.shards import Manifest
 from moco_ray.data.stream import batches
 from moco_ray.errors import StorageFailing, UserError
 from moco_ray.evaluate.features import LabelledSet, watch_knn
+from moco_ray.exhibit import Step, exhibit
 from moco_ray.learner import Learner
 from moco_ray.lookout import Advice, Lookout, News, Notice
 from moco_ray.meter import Meter
@@ -50,6 +51,7 @@ class Node(NamedTuple):
 
     id: str
     name: str
+    hardware: str = ""  # what computes there
 
 
 @dataclass(frozen=True)
@@ -120,25 +122,25 @@ class _Rank:
         ranks.expect_answers_within(FIRST_STEPS_SECONDS)
         try:
             evaluate = self._evaluate if self._sets else None
-            train(learner, self._meter.timed(rows), self._plan, ranks, Outputs(self._record, self._save, evaluate, self._completed))
+            train(learner, self._meter.timed(rows), self._plan, ranks, Outputs(self._record, self._save, evaluate, self._completed, self._picture))
         finally:
             self._saver.close()
 
     def _register(self, saved: checkpoint.Saved | None, skipped: list[str]) -> None:
         """Say who carries the run from here on. Collective: no rank trains before it is in the storage."""
         self._nodes = nodes = self._ranks.gather_objects(self._place.node)
-        names, failure = [node.name for node in nodes], None
+        names, failure, code = [node.name for node in nodes], None, code_version()
         if self._ranks.is_first:
             self._wire.refuse_superseded()
             name = saved.name if saved else ""
             try:
                 attempts.register(
                     self._folder.store,
-                    Attempt(self._attempt, self._learner.step, self._ranks.world, self._asked, name, names, code_version()),
+                    Attempt(self._attempt, self._learner.step, self._ranks.world, self._asked, name, names, code),
                 )
             except UserError as error:
                 failure = error
-            where = {"nodes": names, "node_ids": [node.id for node in nodes]}
+            where = {"nodes": names, "node_ids": [node.id for node in nodes], "hardware": [node.hardware for node in nodes], "code": code}
             self._wire.tell(kind="begin", from_step=self._learner.step, skipped=skipped, **where)
             if saved and not failure and saved not in checkpoint.whole(self._folder.store):
                 # A worker that was cut off wrote one more before this attempt was known, and pruned this one for it.
@@ -152,6 +154,10 @@ class _Rank:
             entry = {**entry, **scalars, "attempt": self._attempt}
         if self._ranks.is_first:
             self._wire.tell(kind="record", entry=entry, bad=bad, slow=slow and slow._asdict())
+
+    def _picture(self, step: Step) -> None:
+        if self._ranks.is_first and (shown := exhibit(step, self._plan)):
+            self._wire.tell(kind="pictures", step=self._learner.step + 1, **shown)
 
     def _save(self, learner: Learner) -> None:
         advice, self._advice, self._own_order = self._advice, Advice(), None
