@@ -16,6 +16,7 @@ from moco_ray.data.augment import colour_stage
 from moco_ray.data.batch import BadRow, Batch
 from moco_ray.dictionary import Dictionary, Duplicates, Sample
 from moco_ray.errors import NonFinite, UserError
+from moco_ray.exhibit import Step
 from moco_ray.learner import Learner
 from moco_ray.method.batchnorm import commit_statistics, forget_statistics
 from moco_ray.method.contrast import info_nce
@@ -39,6 +40,7 @@ class Outputs(NamedTuple):
     evaluate: Callable[[Learner], dict[str, float]] | None  # None: the checkpoint of that step is evaluated elsewhere
     completed: Callable[[int], bool] = lambda step: False  # after each step: whether to save though none is due
     rows_of_slots: Callable[[Queue], Tensor] | None = None  # K int64: the row of the data set that each queued key is of, or -1
+    picture: Callable[[Step], None] = lambda step: None  # of every `run.images_every_steps`th step, to be looked at
 
 
 class Settled(NamedTuple):
@@ -95,6 +97,8 @@ def train(learner: Learner, batches: Iterator[Batch], plan: Plan, ranks: Ranks, 
         follow(learner.f_k, learner.f_q, recipe.contrast.key_momentum, healthy)
         if dictionary.due(step):
             dictionary.moved(learner.f_k)
+        if recipe.run.images_every_steps and step % recipe.run.images_every_steps == 0:
+            outputs.picture(Step(batch, q, keys[0], rows_of(plan, ranks.world, ranks.rank), learner.queue))
         learner.queue.enqueue(torch.cat(keys), step, healthy)
         commit_statistics(learner.f_q, healthy)
         commit_statistics(learner.f_k, healthy)
