@@ -33,7 +33,7 @@ LAYERS = [
     ["desk", "process_group", "restarts", "train_worker", "probe_worker", "doctor_worker"],
     ["launch"],
     ["launch_probe", "launch_doctor"],
-    ["doctor", "evaluate_run", "bench_input", "detect"],
+    ["doctor", "doctor_run", "evaluate_run", "bench_input", "detect"],
     ["neighbours", "probe_run"],
     ["cli_backbone", "cli_evaluate", "cli_health"],
     ["cli"],

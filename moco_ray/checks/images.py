@@ -9,7 +9,7 @@ from collections import Counter
 
 import numpy as np
 
-from moco_ray.checks.finding import Finding, failed, mistake, ok, warning
+from moco_ray.checks.finding import Finding, failed, few, mistake, ok, warning
 from moco_ray.data.decode import BadImage, decode
 from moco_ray.data.segment import read_rows
 from moco_ray.data.shards import Manifest
@@ -57,8 +57,7 @@ def decodable(manifest: Manifest, sample: dict[int, bytes], recipe: Recipe) -> F
     if not bad:
         return ok("images", f"{len(rows)} drawn images decode")
     kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(error.kind for error in bad.values()).most_common())
-    row, error = next(iter(bad.items()))
-    found = f"{len(bad)} of {len(rows)} drawn images do not decode ({kinds}); the first is {manifest.source(row)}: {error.message}"
+    found = f"{len(bad)} of {len(rows)} drawn images do not decode ({kinds}): {few(map(manifest.source, bad), 3)}"
     allowed = recipe.data.max_bad_rows_fraction
     cure = "`moco-ray pack` leaves bad images out and lists them"
     if len(rows) == manifest.rows and len(bad) > allowed * len(rows) or chance_of(len(bad), len(rows), allowed) < SURE:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from moco_ray.checks.finding import Finding, failed, few, ok, sized, skipped, warning
+from moco_ray.checks.finding import Finding, failed, few, ok, sized, warning
 from moco_ray.checks.node import TENSORBOARD_PORT, Node
 from moco_ray.plan import Workers
 from moco_ray.recipe import Recipe
@@ -133,9 +133,3 @@ def reach(nodes: Nodes) -> Finding:
     if len(nodes) == 1:
         return ok("reach", "data and storage are read in a task")
     return ok("reach", f"data and storage are read on all {len(nodes)} nodes")
-
-
-def not_known(why: str) -> list[Finding]:
-    """In place of all checks of machines."""
-    names = ("versions", "GPUs", "precision", "object store", "shared memory", "open files", "network", "ports", "reach")
-    return [skipped(name, why) for name in names]

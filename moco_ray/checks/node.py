@@ -53,7 +53,7 @@ def ask(data: Store | None, name: str, storage: Store | None, probe: str) -> Cal
 
 
 def _node(data: tuple[Store | None, str], storage: tuple[Store | None, str], address: str) -> Node:
-    name = os.environ.get("GLOO_SOCKET_IFNAME", "") or interface_of(address) or ""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0] or interface_of(address) or ""
     return Node(
         versions=versions(),
         time=time.time(),

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from moco_ray.checks.finding import Finding, failed, mistake, ok, sized, skipped, warning
+from moco_ray.checks.finding import Finding, counted, failed, mistake, ok, sized, skipped, warning
 from moco_ray.data.conditional import InS3, OnDisk, conditional
 from moco_ray.data.storage import S3_SCHEMES, Store
 from moco_ray.errors import UserError
@@ -130,7 +130,7 @@ def clock(ahead: dict[str, float | None]) -> Finding:
     """This machine's clock against others'. `ahead`: whose -> seconds that it is ahead of ours, None if it tells none."""
     known = {whose: seconds for whose, seconds in ahead.items() if seconds is not None}
     if not known:
-        return skipped("clock", "the storage tells no time, and there is no other machine")
+        return skipped("clock", "no time is known but this machine's own")
     whose, worst = max(known.items(), key=lambda item: abs(item[1]))
     if abs(worst) <= TOLERATED_SECONDS:
         return ok("clock", f"within {TOLERATED_SECONDS:g} s of {', '.join(known)}")
