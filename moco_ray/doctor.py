@@ -196,7 +196,7 @@ def _object_store(case: _Case, room: Room | None, nodes: machines.Nodes, world: 
 
 def _step(case: _Case, room: Room | None) -> list[Finding]:
     """Two steps on all workers, if all that they need is there."""
-    needs = ("data", "images", "workers", "room", "nodes", "precision", "reach")
+    needs = ("data", "images", "workers", "room", "nodes", "precision", "network", "ports", "reach")
     lacking = [name for name in needs if not case.status(name)]
     world = min(case.workers.most, room.fits_now()) if room else 0
     if lacking or case.plan is None:

@@ -107,7 +107,7 @@ class Cluster:
 
     def ask(self, question, seconds):
         here = question("127.0.0.1")._replace(interface="eth0", interface_address="10.0.0.1")
-        return {name: self.silent.get(name) or here._replace(**self.wrong[name]) for name in self.wrong}
+        return {name: self.silent.get(name) or here._replace(**{"machine": name} | self.wrong[name]) for name in self.wrong}
 
     def of_nodes(self, kind):
         return dict.fromkeys(self.wrong, self.resources[kind] / 2)
@@ -347,6 +347,11 @@ def test_a_clock_is_judged_by_how_far_it_lies_outside_of_the_question(cluster):
 def test_each_fault_of_one_of_two_machines_is_named_with_the_machine(cluster, wrong, name, told):
     cluster.wrong["node2"] = wrong
     only(findings(), name, told)
+
+
+def test_nodes_of_one_machine_may_meet_on_its_loopback(cluster):
+    cluster.wrong = dict.fromkeys(cluster.wrong, {"machine": "one", "interface": "lo", "interface_address": "127.0.0.1"})
+    assert of(findings(), "failed") == []
 
 
 def test_a_machine_that_does_not_answer_is_named_and_no_step_is_taken(cluster):

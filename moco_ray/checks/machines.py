@@ -97,9 +97,9 @@ def open_files(nodes: Nodes) -> Finding:
 def network(nodes: Nodes) -> Finding:
     """The interface by which ranks find each other: gloo's and, unless NCCL_SOCKET_IFNAME says otherwise, NCCL's choice is alike."""
     used = {name: f"{node.interface or 'the one of its name'} {node.interface_address or '(no address)'}" for name, node in nodes.items()}
-    told = "; ".join(f"{name} by {what}" for name, what in list(used.items())[:3])
-    if len(nodes) == 1:
-        return ok("network", f"one node, {told}")
+    told = "; ".join(f"{what} on {name}" for name, what in list(used.items())[:3])
+    if len({node.machine for node in nodes.values()}) == 1:
+        return ok("network", f"one machine; gloo uses {told}")
     lost = [name for name, node in nodes.items() if not node.interface_address or node.interface_address.startswith("127.")]
     if lost:
         return failed(

@@ -38,6 +38,7 @@ class Node(NamedTuple):
     has_bfloat16: bool  # its CPU
     gpus: int  # devices of NVIDIA's driver, whether Ray knows of them or not
     cuda_build: bool  # of torch
+    machine: str  # the same for nodes that share one, and its network
     address: str  # in Ray
     interface: str  # that gloo will use; "" for that of the host's name
     interface_address: str
@@ -62,6 +63,7 @@ def _node(data: tuple[Store | None, str], storage: tuple[Store | None, str], add
         has_bfloat16=cpu_has_bfloat16(),
         gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))),
         cuda_build=torch.version.cuda is not None,
+        machine=_network_of(),
         address=address,
         interface=name,
         interface_address=(used := addresses().get(name, "") if name else of_own_name()),
@@ -100,6 +102,14 @@ def _listening(address: str, port: int = 0) -> str:
         except OSError as error:
             return one_line(error)
     return ""
+
+
+def _network_of() -> str:
+    """The machine's boot and the network namespace of this process: where both are alike, loopback leads to the other."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()
 
 
 def _unreadable(store: Store | None, name: str) -> str:
