@@ -15,14 +15,17 @@ from moco_ray import attempts, checkpoint
 from moco_ray.attempts import Attempt
 from moco_ray.board import FLUSH_SECONDS, Wire, new_attempt
 from moco_ray.data import order
+from moco_ray.data.segment import Source
 from moco_ray.data.shards import Manifest
 from moco_ray.data.stream import batches
+from moco_ray.data.whereabouts import rows_of_slots
 from moco_ray.errors import StorageFailing, UserError
 from moco_ray.evaluate.features import LabelledSet, watch_knn
 from moco_ray.learner import Learner
 from moco_ray.lookout import Advice, Lookout, News, Notice
 from moco_ray.meter import Meter
 from moco_ray.method.encoder import refuse_emulated_precision
+from moco_ray.method.queue import Queue
 from moco_ray.plan import Plan
 from moco_ray.ranks import Ranks
 from moco_ray.recipe import Recipe
@@ -95,6 +98,7 @@ class _Rank:
         self._plan = Plan(self._recipe, self._manifest.rows)
         self._plan.refuse_world(ranks.world)
         self._about = about(self._recipe, self._manifest, self._plan)
+        self._order = Source(self._manifest, self._recipe, self._plan).order
         self._learner = Learner.new(self._recipe, place.device)
 
     def train(self) -> None:
@@ -120,7 +124,7 @@ class _Rank:
         ranks.expect_answers_within(FIRST_STEPS_SECONDS)
         try:
             evaluate = self._evaluate if self._sets else None
-            train(learner, self._meter.timed(rows), self._plan, ranks, Outputs(self._record, self._save, evaluate, self._completed))
+            train(learner, self._meter.timed(rows), self._plan, ranks, Outputs(self._record, self._save, evaluate, self._completed, self._rows_of_slots))
         finally:
             self._saver.close()
 
@@ -198,6 +202,10 @@ class _Rank:
         if self._advice.save and self._ranks.is_first:
             self._wire.tell(kind="saving", step=step, why=self._advice.save)
         return bool(self._advice.save)
+
+    def _rows_of_slots(self, queue: Queue) -> torch.Tensor:
+        rows = rows_of_slots(queue.steps.cpu().numpy(), queue.position, self._plan, self._order)
+        return torch.from_numpy(rows).to(queue.keys.device)
 
     def _notice(self) -> Notice | None:
         """On rank 0: the ranks whose machines are about to be taken away."""

@@ -18,7 +18,7 @@ LAYERS = [
     ["recipe"],
     ["plan", "ranks", "data.batch"],
     ["method", "data"],
-    ["learner", "attempts", "standing"],
+    ["learner", "attempts", "standing", "dictionary", "verdicts"],
     ["train", "checkpoint", "lease", "meter", "evaluate"],
     ["lookout", "saver"],
     ["monitor", "run_folder", "show_plan", "session", "cluster"],
@@ -105,7 +105,7 @@ FIELDS = {
         "timeout_minutes", "resize_pixels",
     ],
     "run": [
-        "seed", "groups_per_forward", "memory_format", "log_every_steps", "checkpoint_every_steps", "checkpoint_every_minutes",
+        "seed", "groups_per_forward", "memory_format", "log_every_steps", "dictionary_every_steps", "checkpoint_every_steps", "checkpoint_every_minutes",
         "keep_checkpoints", "hang_timeout_seconds",
     ],
 }  # fmt: skip
