@@ -98,7 +98,7 @@ def examine(record: Record) -> dict[str, Any]:
         "restarts": counters.get("restarts", 0),
         "steps_recomputed": counters.get("steps_recomputed", 0),
         "seconds_lost": counters.get("seconds_lost", 0.0),
-        "bad_rows": sum(entry.get("bad_rows", 0) for entry in entries),
+        "bad_rows": _bad_rows(entries, plan.steps_per_epoch),
         "events": [{key: event.get(key) for key in ("wall_time", "kind", "step", "text")} for event in mattered],
         "verdicts": [one._asdict() for one in raised(record)],
         "unreadable_lines": record.metrics.unreadable + record.events.unreadable,
@@ -192,6 +192,15 @@ def _draw(record: Record, facts: dict[str, Any]) -> tuple[str, str]:
 def _seconds(record: Record) -> float:
     times = [line["wall_time"] for lines in (record.metrics, record.events) for line in lines.entries if isinstance(line.get("wall_time"), int | float)]
     return max(times) - min(times) if times else math.nan
+
+
+def _bad_rows(entries: list[dict[str, Any]], steps_per_epoch: int) -> int:
+    """Over all epochs, of which each entry counts those so far."""
+    counts: dict[int, int] = {}
+    for entry in entries:
+        epoch = (entry["step"] - 1) // steps_per_epoch
+        counts[epoch] = max(counts.get(epoch, 0), entry.get("bad_rows", 0))
+    return sum(counts.values())
 
 
 def _median(entries: list[dict[str, Any]], name: str) -> float | None:

@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Imports point down: a module may import modules of lower layers, and its own package.
 LAYERS = [
-    ["errors", "layouts"],
+    ["errors", "layouts", "words"],
     ["recipe"],
     ["plan", "ranks", "data.batch"],
     ["method", "data"],
@@ -22,9 +22,9 @@ LAYERS = [
     ["train", "checkpoint", "lease", "meter", "evaluate"],
     ["lookout", "saver"],
     ["monitor", "run_folder", "show_plan", "session", "cluster"],
-    ["board", "backbone"],
-    ["detectron2_configs", "detection"],
-    ["export", "foreign", "beside", "warm_start"],
+    ["board", "backbone", "record"],
+    ["detectron2_configs", "detection", "runs", "frame"],
+    ["export", "foreign", "beside", "warm_start", "compare", "tidy", "watch", "doctor_run"],
     ["released"],
     ["evaluations", "events", "progress"],
     ["worker"],
@@ -33,7 +33,7 @@ LAYERS = [
     ["launch_probe"],
     ["evaluate_run", "bench_input", "detect"],
     ["neighbours", "probe_run"],
-    ["cli_backbone", "cli_evaluate"],
+    ["cli_backbone", "cli_evaluate", "cli_runs"],
     ["cli"],
     ["__main__"],
 ]

@@ -39,6 +39,17 @@ class Panel(NamedTuple):
     waits_for_queue: bool = False  # means nothing while the queue holds random vectors
 
 
+class Page(NamedTuple):
+    """What is around and across the panels."""
+
+    title: str
+    footer: str = "The number beside a name is its last value."
+    columns: int = 2
+    inches: tuple[float, float] = PAGE_INCHES  # width, height
+    marks: tuple["Mark", ...] = ()
+    filling: str = "queue filling: loss and accuracy mean nothing yet"  # over a shaded panel; "" where the footer says so
+
+
 class Curve(NamedTuple):
     """The points of one metric."""
 
@@ -79,7 +90,7 @@ def draw_curves(metrics_path: Path, png_path: Path, title: str) -> list[str]:
     the file is missing, without metrics, or not of this kind.
     """
     curves = _read(Path(metrics_path))
-    figure = draw_page(PANELS, curves, title, "The number beside a name is its last value.")
+    figure = draw_page(PANELS, curves, Page(title))
     part = Path(png_path).with_suffix(".part")
     part.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(part, format="png", dpi=DOTS_PER_INCH)
@@ -87,30 +98,25 @@ def draw_curves(metrics_path: Path, png_path: Path, title: str) -> list[str]:
     return [metric.name for panel in PANELS for metric in panel.metrics if metric.name in curves]
 
 
-def draw_page(
-    panels: tuple[Panel, ...],
-    curves: dict[str, Curve],
-    title: str,
-    footer: str,
-    marks: tuple[Mark, ...] = (),
-    columns: int = 2,
-    inches: tuple[float, float] = PAGE_INCHES,
-) -> Figure:
-    """A page of `panels`, row by row; its caller saves it. `curves` are not empty; `columns` divides the number of panels.
+def draw_page(panels: tuple[Panel, ...], curves: dict[str, Curve], page: Page) -> Figure:
+    """The panels row by row; the caller saves them. `curves` are not empty.
 
     The stretch in which the queue was filling is shaded where a panel means nothing meanwhile.
     """
-    figure = Figure(figsize=inches, layout="constrained")
+    figure = Figure(figsize=page.inches, layout="constrained")
     figure.get_layout_engine().set(h_pad=0.12, w_pad=0.12)
-    figure.suptitle(title, fontsize=14, fontweight="bold")
-    figure.supxlabel(footer, fontsize=8.5, color=QUIET)
-    axes = figure.subplots(len(panels) // columns, columns)
+    figure.suptitle(page.title, fontsize=14, fontweight="bold")
+    figure.supxlabel(page.footer, fontsize=8.5, color=QUIET, **({"x": 0.01, "ha": "left"} if "\n" in page.footer else {}))
+    columns = page.columns
+    axes = figure.subplots(math.ceil(len(panels) / columns), columns, squeeze=False)
     last_step = max(curve.steps[-1] for curve in curves.values())
     filled_at = _filled_at(curves)
-    for axis, panel in zip(axes.flat, panels, strict=True):
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis, panel in zip(axes.flat, panels, strict=False):
         axis.set_xlim(0, 1.02 * last_step or 1)
-        if _draw_panel(axis, panel, curves, filled_at if panel.waits_for_queue else 0):
-            _draw_marks(axis, marks)
+        if _draw_panel(axis, panel, curves, filled_at if panel.waits_for_queue else 0, page.filling):
+            _draw_marks(axis, page.marks)
     return figure
 
 
@@ -147,7 +153,7 @@ def _filled_at(curves: dict[str, Curve]) -> int:
     return next((step for step, value in zip(*fill, strict=True) if value >= 1.0), fill.steps[-1])
 
 
-def _draw_panel(axis: Axes, panel: Panel, curves: dict[str, Curve], filled_at: int) -> bool:
+def _draw_panel(axis: Axes, panel: Panel, curves: dict[str, Curve], filled_at: int, filling: str) -> bool:
     """Whether there was anything to draw."""
     axis.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", pad=22)
     axis.spines[["top", "right"]].set_visible(False)
@@ -160,7 +166,7 @@ def _draw_panel(axis: Axes, panel: Panel, curves: dict[str, Curve], filled_at: i
         axis.set_yticks([])
         return False
     if filled_at:
-        _mark_filling(axis, filled_at)
+        _mark_filling(axis, filled_at, filling)
     for metric, colour in zip(drawn, COLOURS, strict=False):
         _draw_curve(axis, metric, curves[metric.name], colour, panel.share)
     if panel.share:
@@ -182,16 +188,18 @@ def _draw_marks(axis: Axes, marks: tuple[Mark, ...]) -> None:
         if mark.text:
             axis.annotate(
                 mark.text, xy=(mark.step, 1), xycoords=("data", "axes fraction"), xytext=(0, -1), textcoords="offset points",
-                ha="center", va="top", fontsize=7.5, color="white", fontweight="bold",
+                ha="center", va="top", fontsize=7.5, color="white", fontweight="bold", annotation_clip=True,
                 bbox={"facecolor": mark.colour, "edgecolor": "none", "pad": 1.8},
             ).set_in_layout(False)  # fmt: skip
 
 
-def _mark_filling(axis: Axes, filled_at: int) -> None:
+def _mark_filling(axis: Axes, filled_at: int, words: str) -> None:
     """Shade the steps before the queue is full, and say in the title's row, in the same colour, what that means."""
     axis.axvspan(0, filled_at, color=SHADE, linewidth=0)
+    if not words:
+        return
     axis.annotate(
-        "queue filling: loss and accuracy mean nothing yet",
+        words,
         xy=(1, 1), xycoords="axes fraction", xytext=(0, 24), textcoords="offset points",
         ha="right", va="bottom", fontsize=8, bbox={"facecolor": SHADE, "edgecolor": "none", "pad": 2.5},
     ).set_in_layout(False)  # fmt: skip

@@ -4,49 +4,52 @@ Not responsible for the verdicts (verdicts.py) nor for how a panel is drawn (cur
 """
 
 import io
+import math
 import textwrap
 from typing import Any, NamedTuple
 
 from moco_ray.errors import UserError
-from moco_ray.evaluate.curves import DOTS_PER_INCH, Curve, Mark, Metric, Panel, draw_page
+from moco_ray.evaluate.curves import DOTS_PER_INCH, Curve, Mark, Metric, Page, Panel, draw_page
 
-PAGE_INCHES = (16.5, 14.0)
-FOOTER_LETTERS = 230  # in a line of the page's width
+COLUMNS, PAGE_INCHES, ROW_INCHES = 3, 16.5, 3.3
+LINE_INCHES = 0.16
+FOOTER_LETTERS = 200  # in a line of the page's width
+NEAR = 0.03  # of the steps: two numbers closer than that would hide each other
 RAISED, RESTARTED = "#b3261e", "#6f6f6f"
 
 PANELS = (
     Panel("Loss", (Metric("loss", "loss"), Metric("chance_loss", "chance, log(K+1)", True)), waits_for_queue=True),
     Panel(
-        "Top-1: against the queue, and against this step's keys",
-        (Metric("queue_top1", "queue"), Metric("fresh_top1", "this step's own (fresh)")),
+        "Top-1 in the queue and among the step's keys",
+        (Metric("queue_top1", "queue"), Metric("fresh_top1", "the step's (fresh)")),
         True,
         True,
     ),
     Panel(
-        "Cosine similarity of a query",
+        "Cosine of a query with",
         (
-            Metric("positive_similarity", "to its key"),
-            Metric("negative_similarity", "to the queue"),
-            Metric("step_similarity", "to the step's other keys"),
+            Metric("positive_similarity", "its key"),
+            Metric("negative_similarity", "queue"),
+            Metric("step_similarity", "step's other keys"),
         ),
         waits_for_queue=True,
     ),
     Panel(
-        "Softmax mass on the negatives, by quarter of their age",
+        "Softmax mass on the negatives by age",
         (Metric("mass_newest", "newest"), Metric("mass_newer", "newer"), Metric("mass_older", "older"), Metric("mass_oldest", "oldest")),
         True,
         True,
     ),
-    Panel("Drift of keys in the queue", (Metric("drift", "cosine with their re-encoding, as they leave"),)),
+    Panel("Drift of the keys in the queue", (Metric("drift", "cosine with their re-encoding, as they leave"),)),
     Panel("From query encoder to key encoder", (Metric("parameter_distance", "|θq - θk| / |θq|"),)),
-    Panel("Spread of this step's keys", (Metric("key_spread", "1: even, 0: collapsed"),)),
-    Panel("Effective rank of this step's keys", (Metric("effective_rank", "dimensions in use"),)),
+    Panel("Spread of the step's keys", (Metric("key_spread", "1: even, 0: collapsed"),)),
+    Panel("Effective rank of the step's keys", (Metric("effective_rank", "dimensions in use"),)),
     Panel("kNN accuracy on labelled images", (Metric("knn_top1", "top-1"),), True),
     Panel("Gradient", (Metric("gradient_norm", "norm"),)),
     Panel("Throughput", (Metric("images_per_second", "images/s, all workers"),)),
     Panel("Waiting for input", (Metric("input_wait_share", "share of the time, mean of workers"),), True),
 )
-BEFORE = {"queue_top1": Metric("top1", "queue, mean of the steps since the last record")}  # of runs that recorded no such thing
+BEFORE = {"queue_top1": Metric("top1", "queue")}  # of runs that recorded no such thing
 
 
 class Happening(NamedTuple):
@@ -58,15 +61,20 @@ class Happening(NamedTuple):
 
 
 def draw_health(entries: list[dict[str, Any]], title: str, happened: list[Happening]) -> bytes:
-    """The page as a PNG of 1980x1680 pixels. `entries` are those of a metrics.jsonl.
+    """The page as a PNG, 1980 pixels wide. `entries` are those of a metrics.jsonl, in any order.
 
-    What a run did not record, its panel says. Raises UserError if there is nothing to draw.
+    What a run did not record has no panel, and is named at the page's foot. Raises UserError if there is nothing to draw.
     """
     panels = tuple(_with_what_is_there(panel, entries) for panel in PANELS)
     curves = curves_of(entries, panels)
-    if not curves:
+    drawn = tuple(panel for panel in panels if any(metric.name in curves for metric in panel.metrics))
+    if not drawn:
         raise UserError("there is no metric to draw yet; wait until the run has logged a step")
-    figure = draw_page(panels, curves, title, _footer(happened), _marks(happened), columns=3, inches=PAGE_INCHES)
+    filling = any(value < 1 for value in curves["queue_fill"].values) if "queue_fill" in curves else False
+    footer = _footer(happened, [panel.title for panel in panels if panel not in drawn], filling)
+    inches = (PAGE_INCHES, 1.2 + ROW_INCHES * math.ceil(len(drawn) / COLUMNS) + LINE_INCHES * footer.count("\n"))
+    marks = _marks(happened, max(curve.steps[-1] for curve in curves.values()))
+    figure = draw_page(drawn, curves, Page(title, footer, COLUMNS, inches, marks, filling=""))
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=DOTS_PER_INCH)
     return content.getvalue()
@@ -89,20 +97,29 @@ def _with_what_is_there(panel: Panel, entries: list[dict[str, Any]]) -> Panel:
     return panel._replace(metrics=metrics)
 
 
-def _marks(happened: list[Happening]) -> tuple[Mark, ...]:
-    """One for each step: verdicts with their numbers at the page's foot, several at a step together."""
-    numbers: dict[int, list[str]] = {}
-    for number, one in enumerate((one for one in happened if one.name), start=1):
-        numbers.setdefault(one.step, []).append(str(number))
-    restarts = sorted({one.step for one in happened if not one.name})
-    return (
-        *(Mark(step, "", RESTARTED, ":") for step in restarts),
-        *(Mark(step, ", ".join(texts), RAISED) for step, texts in sorted(numbers.items())),
-    )
+def _marks(happened: list[Happening], last_step: int) -> tuple[Mark, ...]:
+    """Lines at each step; verdicts bear their numbers at the page's foot, those that would hide each other in one place."""
+    marks = [Mark(step, "", RESTARTED, ":") for step in sorted({one.step for one in happened if not one.name})]
+    verdicts = [one.step for one in happened if one.name]
+    place, together = 0, []
+    for number, step in enumerate(verdicts, start=1):
+        if together and step - place > NEAR * last_step:
+            marks.append(Mark(place, ", ".join(together), RAISED))
+            together = []
+        place = place if together else step
+        together.append(str(number))
+        marks.append(Mark(step, "", RAISED))
+    return (*marks, Mark(place, ", ".join(together), RAISED)) if together else tuple(marks)
 
 
-def _footer(happened: list[Happening]) -> str:
+def _footer(happened: list[Happening], missing: list[str], filling: bool) -> str:
     verdicts = [f"{number}  {one.name}, step {one.step}: {one.text}" for number, one in enumerate((one for one in happened if one.name), start=1)]
     restarts = sum(not one.name for one in happened)
-    notes = [*verdicts, f"Dotted: {restarts} restarts." if restarts else "", "The number beside a name is its last value."]
+    notes = [
+        *verdicts,
+        f"Dotted lines: {restarts} {'restart' if restarts == 1 else 'restarts'}." if restarts else "",
+        f"Not recorded in this run: {'; '.join(title[0].lower() + title[1:] for title in missing)}." if missing else "",
+        "Shaded: the queue was filling, and loss and accuracy meant nothing yet." if filling else "",
+        "The number beside a name is its last value.",
+    ]
     return "\n".join(line for note in notes if note for line in textwrap.wrap(note, FOOTER_LETTERS))
