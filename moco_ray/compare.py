@@ -3,10 +3,12 @@
 Not responsible for reading a run (record.py) nor for judging one (verdicts.py).
 """
 
+from moco_ray import attempts
 from moco_ray.record import Record
 from moco_ray.runs import NONE, columns, run_in
 
 STEPS_SHOWN = 12
+ALWAYS = ("data set", "steps", "git commit")
 SCALARS = (("loss", "loss", "{:.3f}"), ("top1", "top-1", "{:.1%}"), ("images_per_second", "images/s", "{:.0f}"))
 
 
@@ -46,26 +48,27 @@ def _value(value: object) -> str:
 
 
 def _facts(one: Record, other: Record) -> list[tuple[str, ...]]:
-    """Those that differ, and of the rest that they are the same."""
-    found: list[tuple[str, str, str]] = []
-    for record in (one, other):
-        facts, versions = record.facts, record.facts.get("versions", {})
-        commit = str(facts.get("git_commit", ""))[:12] + (" (changed)" if facts.get("git_dirty") else "")
-        found.append({  # type: ignore[arg-type]
-            "data set": f"{facts.get('data_fingerprint', '?')}, {record.derived['rows']:,} rows",
-            "steps": f"{record.derived['total_steps']:,}",
-            "begun": str(facts.get("started", "?")),
-            "git commit": commit or "?",
-            "python": str(facts.get("python", "?")),
-            **(versions if isinstance(versions, dict) else {}),
-        })  # fmt: skip
-    mine, theirs = found
-    rows = [(name, str(mine.get(name, NONE)), str(theirs.get(name, NONE))) for name in {**mine, **theirs}]
-    same = [row for row in rows if row[1] == row[2]]
-    versions = [name for name, a, _ in same if name not in ("data set", "steps", "begun", "git commit")]
-    shown = [row for row in rows if row[1] != row[2] or row[0] in ("data set", "steps", "git commit")]
-    shown += [("the same", ", ".join(versions), "")] if versions else []
-    return [("", one.name, other.name), *shown]
+    """Data set, steps and commit always; of the rest what differs, and the names of what does not."""
+    mine, theirs = _versions(one), _versions(other)
+    rows = [(name, mine.get(name, NONE), theirs.get(name, NONE)) for name in {**mine, **theirs}]
+    shown = [row for row in rows if row[1] != row[2] or row[0] in ALWAYS]
+    same = ", ".join(name for name, a, b in rows if a == b and name not in ALWAYS)
+    return [("", one.name, other.name), *shown, *([("the same", same, "")] if same else [])]
+
+
+def _versions(record: Record) -> dict[str, str]:
+    """Of the data, and of the code of every start."""
+    facts, starts = record.facts, [attempt.code for attempt in attempts.all_of(record.folder.store)]
+    commits = [f"{str(code.get('git_commit', ''))[:12] or 'none'}{' (changed)' if code.get('git_dirty') else ''}" for code in (facts, *starts) if code]
+    versions = facts.get("versions")
+    return {
+        "data set": f"{facts.get('data_fingerprint', '?')}, {record.derived['rows']:,} rows",
+        "steps": f"{record.derived['total_steps']:,}",
+        "git commit": ", ".join(dict.fromkeys(commits)),
+        "begun": str(facts.get("started", "?")),
+        "python": str(facts.get("python", "?")),
+        **({name: str(version) for name, version in versions.items()} if isinstance(versions, dict) else {}),
+    }
 
 
 def _training(one: Record, other: Record) -> list[tuple[str, ...]] | str:
