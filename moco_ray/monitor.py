@@ -45,9 +45,11 @@ GROUPS = {  # card group in TensorBoard of each scalar
     "steps_recomputed": "system/steps_recomputed",
     "seconds_lost": "system/seconds_lost",
 }
-# Times, rates, and who carried the step
-NOT_REPRODUCIBLE = ("images_per_second", "input_wait_share", "peak_memory_bytes", "workers", "attempt", "wall_time", "evaluation_seconds")
-SINCE_START = ("drift", "duplicate_share")  # are of what this start of the workers has seen: a restart begins anew
+# Times, rates, who carried the step, and what counts from a start of the workers on
+NOT_REPRODUCIBLE = (
+    "images_per_second", "input_wait_share", "peak_memory_bytes", "workers", "attempt", "wall_time", "evaluation_seconds",
+    "drift", "duplicate_share",
+)  # fmt: skip
 JSON_LINES = ("metrics.jsonl", "quarantine.jsonl", "events.jsonl")
 SYNC_SECONDS = 20.0  # between two copies to object storage; longer once the files are large
 BYTES_A_SECOND = 1 << 20  # that these copies may take of the network, on average
