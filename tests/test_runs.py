@@ -24,7 +24,18 @@ from moco_ray.runs import list_runs, watched
 from moco_ray.standing import Best, Standing
 from moco_ray.words import age, size
 from tests.object_stores import filled, use
-from tests.run_folders import BEGAN, checkpoints, entry, evaluation, event, health, lease, make_run, verdict, write_lines
+from tests.run_folders import (
+    BEGAN,
+    checkpoints,
+    entry,
+    evaluation,
+    event,
+    health,
+    lease,
+    make_run,
+    verdict,
+    write_lines,
+)
 
 
 @pytest.fixture
