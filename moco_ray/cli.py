@@ -13,6 +13,7 @@ from pathlib import Path
 from moco_ray.cli_backbone import backbone_commands
 from moco_ray.cli_evaluate import evaluate_command
 from moco_ray.cli_health import health_commands
+from moco_ray.cli_runs import runs_command, watch_command
 from moco_ray.errors import UserError
 
 CPU_QUIET = {  # set before torch and Ray are imported: what they print is not for the user of this command
@@ -114,6 +115,8 @@ def _parser() -> argparse.ArgumentParser:
     alike.add_argument("--output", metavar="FOLDER", help="for neighbours.png, map.png and tensorboard/ (the run folder)")
     backbone_commands(command)
     health_commands(command)
+    runs_command(command)
+    watch_command(command)
     return parser
 
 

@@ -285,12 +285,3 @@ def _to_disk(path: Path) -> None:
     if path.exists():
         with path.open("rb") as file:
             os.fsync(file.fileno())
-
-
-def duration(seconds: float) -> str:
-    """h:mm:ss, or m:ss below an hour."""
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, left = divmod(int(seconds + 0.5), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"

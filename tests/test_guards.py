@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Imports point down: a module may import modules of lower layers, and its own package.
 LAYERS = [
-    ["errors", "layouts", "interface"],
+    ["errors", "layouts", "interface", "words"],
     ["recipe"],
     ["plan", "ranks", "data.batch"],
     ["method", "data"],
@@ -24,18 +24,18 @@ LAYERS = [
     ["trial", "tensorboard_page", "pictures"],
     ["checks"],
     ["monitor", "run_folder", "show_plan", "session", "cluster"],
-    ["board", "backbone"],
-    ["detectron2_configs", "detection"],
-    ["export", "foreign", "beside", "warm_start"],
+    ["board", "backbone", "record"],
+    ["detectron2_configs", "detection", "runs", "frame"],
+    ["export", "foreign", "beside", "warm_start", "compare", "tidy", "watch", "doctor_run"],
     ["released"],
     ["evaluations", "events", "progress"],
     ["worker"],
     ["desk", "process_group", "restarts", "train_worker", "probe_worker", "doctor_worker"],
     ["launch"],
     ["launch_probe", "launch_doctor"],
-    ["doctor", "doctor_run", "evaluate_run", "bench_input", "detect"],
+    ["doctor", "evaluate_run", "bench_input", "detect"],
     ["neighbours", "probe_run"],
-    ["cli_backbone", "cli_evaluate", "cli_health"],
+    ["cli_backbone", "cli_evaluate", "cli_health", "cli_runs"],
     ["cli"],
     ["__main__"],
 ]
