@@ -5,7 +5,7 @@ runs all of them and prints which verdict was raised by which run, and at which 
 """
 
 import contextlib
-import json
+import itertools
 import queue
 import shutil
 import sys
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
@@ -32,6 +33,7 @@ from moco_ray.plan import Plan
 from moco_ray.ranks import Ranks
 from moco_ray.recipe import Recipe
 from moco_ray.train import Outputs, train
+from moco_ray.verdicts import judge
 
 STEPS, ROWS, FEW_ROWS = 250, 8000, 400
 VALUES = {
@@ -49,8 +51,10 @@ VALUES = {
 
 
 class Case(NamedTuple):
-    """A run: what is changed in VALUES, and what is broken while it trains."""
+    """A run: the verdict that it must raise and the step by which it must (0: none), what is changed in VALUES, and what is broken."""
 
+    verdict: str = ""
+    by_step: int = 0
     changes: dict[str, dict[str, Any]] = {}
     data: str = "plain"
     broken: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
@@ -62,21 +66,22 @@ def no_shuffle():
 
 
 CASES = {
-    **{f"healthy {seed}": Case({"run": {"seed": seed}}) for seed in range(5)},
-    "healthy, small groups": Case({"batch": {"bn_group_size": 4}}),
-    "m = 0.9": Case({"contrast": {"key_momentum": 0.9}}),
-    "m = 0": Case({"contrast": {"key_momentum": 0.0}}),
-    "m = 1": Case({"contrast": {"key_momentum": 1.0}}),
-    "no shuffle, groups of 2": Case({"batch": {"bn_group_size": 2}}, broken=no_shuffle),
-    "no shuffle, groups of 4": Case({"batch": {"bn_group_size": 4}}, broken=no_shuffle),
-    "rate 3": Case({"optimizer": {"learning_rate": 3.0}, "schedule": {"warmup_steps": 0}}),
-    "rate 0.5": Case({"optimizer": {"learning_rate": 0.5}, "schedule": {"warmup_steps": 0}}),
-    "decay 0.5": Case({"optimizer": {"weight_decay": 0.5}}),
-    "T = 5": Case({"contrast": {"temperature": 5.0}}),
-    "rate 1e-6": Case({"optimizer": {"learning_rate": 1e-6}}),
-    "K ten times the rows": Case({"contrast": {"queue_keys": 10 * FEW_ROWS}}, "few"),
-    "throttled": Case({}, pace=0.6),
-    "5 % duplicates": Case({}, "duplicates"),
+    **{f"healthy, seed {seed}": Case(changes={"run": {"seed": seed}}) for seed in range(5)},
+    "healthy, groups of 4": Case(changes={"batch": {"bn_group_size": 4}}),
+    "m = 0.9": Case("stale_dictionary", 60, {"contrast": {"key_momentum": 0.9}}),
+    "m = 0": Case("stale_dictionary", 60, {"contrast": {"key_momentum": 0.0}}),
+    "m = 1": Case("key_encoder_frozen", 60, {"contrast": {"key_momentum": 1.0}}),
+    "no shuffle, groups of 2": Case("batchnorm_leak", 80, {"batch": {"bn_group_size": 2}}, broken=no_shuffle),
+    "no shuffle, groups of 4": Case("batchnorm_leak", 80, {"batch": {"bn_group_size": 4}}, broken=no_shuffle),
+    "rate 3": Case("learning_rate_too_high", 60, {"optimizer": {"learning_rate": 3.0}, "schedule": {"warmup_steps": 0}}),
+    "rate 0.5": Case("learning_rate_too_high", 60, {"optimizer": {"learning_rate": 0.5}, "schedule": {"warmup_steps": 0}}),
+    "decay 0.5": Case("collapse", 240, {"optimizer": {"weight_decay": 0.5}}),
+    "T = 5": Case("loss_at_chance", 200, {"contrast": {"temperature": 5.0}}),
+    "rate 1e-6": Case("loss_at_chance", 200, {"optimizer": {"learning_rate": 1e-6}}),
+    "K ten times the rows": Case("false_negatives", 60, {"contrast": {"queue_keys": 10 * FEW_ROWS}}, "few"),
+    "queue never full": Case("queue_not_filled", 130, {"contrast": {"queue_keys": 4 * ROWS}}),
+    "input throttled": Case("input_bound", 60, pace=0.6),
+    "5 % duplicates": Case("duplicates", 30, data="duplicates"),
 }
 
 
@@ -89,17 +94,12 @@ def make_data(folder: Path) -> None:
         table = pq.read_table(path)
         copied = table.num_rows // 20
         kept = table.slice(0, table.num_rows - copied)
-        pq.write_table(pq_concat(kept, table.slice(0, copied)), path)
+        pq.write_table(pa.concat_tables([kept, table.slice(0, copied)]), path)
 
 
-def pq_concat(*tables):
-    import pyarrow as pa
-
-    return pa.concat_tables(tables)
-
-
-def carry(case: Case, folder: Path) -> tuple[list[dict[str, Any]], Plan]:
-    """The records of the run, as metrics.jsonl would hold them, and its plan."""
+def carry(case: Case, folder: Path, until: int = STEPS) -> tuple[list[dict[str, Any]], Plan]:
+    """The records of the first `until` steps of the run, as metrics.jsonl would hold them, and its plan."""
+    torch.set_num_threads(2)
     values = {section: dict(table) for section, table in VALUES.items()}
     for section, table in case.changes.items():
         values[section] |= table
@@ -115,8 +115,9 @@ def carry(case: Case, folder: Path) -> tuple[list[dict[str, Any]], Plan]:
         return torch.from_numpy(rows_of_slots(keys.steps.numpy(), keys.position, plan, source.order))
 
     outputs = Outputs(record, lambda learner: None, None, rows_of_slots=whereabouts)
-    with case.broken(), contextlib.suppress(NonFinite):
-        train(learner, meter.timed(paced(rows_without_ray(source), case.pace)), plan, ranks, outputs)
+    rows = itertools.islice(meter.timed(paced(rows_without_ray(source), case.pace)), until)
+    with case.broken(), contextlib.suppress(NonFinite, StopIteration):
+        train(learner, rows, plan, ranks, outputs)
     return entries, plan
 
 
@@ -144,14 +145,14 @@ def rows_without_ray(source: Source) -> Iterator[Batch]:
             yield Batch(segments[index].epoch, crops, positions, rows, content=content)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(2)
-    out = Path("/tmp/w/ill")
-    out.mkdir(exist_ok=True)
+def main(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as place:
         make_data(Path(place))
-        for name in sys.argv[1:] or CASES:
-            began = time.time()
+        for name in names or CASES:
             entries, plan = carry(CASES[name], Path(place))
-            (out / f"{name}.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
-            print(f"{name:28s} {len(entries)} records, {time.time() - began:.0f} s", flush=True)
+            raised = ", ".join(f"{one.name} at step {one.step}" for one in judge(entries, plan))
+            print(f"{name:26s} {raised or 'none'}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

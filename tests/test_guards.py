@@ -21,7 +21,7 @@ LAYERS = [
     ["learner", "attempts", "standing", "exhibit", "dictionary", "verdicts"],
     ["train", "checkpoint", "lease", "meter", "evaluate"],
     ["lookout", "saver", "leak_probe"],
-    ["trial", "tensorboard_page", "pictures"],
+    ["trial", "tensorboard_page", "pictures", "health"],
     ["checks"],
     ["monitor", "run_folder", "show_plan", "session", "cluster"],
     ["board", "backbone", "record"],
