@@ -19,6 +19,7 @@ from moco_ray.evaluations import Evaluations
 from moco_ray.events import Events
 from moco_ray.lease import Lease
 from moco_ray.monitor import Journal
+from moco_ray.pictures import Gallery
 from moco_ray.plan import Plan
 from moco_ray.progress import Progress
 from moco_ray.worker import patience_seconds
@@ -26,6 +27,7 @@ from moco_ray.worker import patience_seconds
 LOOK_SECONDS = 1.0  # between two looks at the cluster
 JOINED_SECONDS = 12.0  # that a new node is kept to ourselves, for a checkpoint to be written first
 RECOUNT_SECONDS = 3.0  # so that an elastic run grows soon after a node has joined
+PICTURE_SECONDS = 5.0  # at the end, for pictures whose images are being fetched
 WAITING_SECONDS = 30.0  # without workers, before a line says what is waited for
 
 
@@ -33,11 +35,20 @@ class Desk:
     """`with Desk(...) as desk:` hears and writes until the block ends; all that was said before is written then."""
 
     def __init__(
-        self, board, journal: Journal, progress: Progress, plan: Plan, lease: Lease, evaluations: Evaluations, waiting: Callable[[], str]
+        self,
+        board,
+        journal: Journal,
+        progress: Progress,
+        plan: Plan,
+        lease: Lease,
+        evaluations: Evaluations,
+        waiting: Callable[[], str],
+        gallery: Gallery,
     ):
         """`waiting()` says in words what is waited for; asked while there are no workers."""
         self._board, self._journal, self._progress, self._plan = board, journal, progress, plan
         self._lease, self._evaluations, self._waiting_for = lease, evaluations, waiting
+        self._gallery = gallery
         self._nodes: set[str] = set()  # ids, of this attempt's workers
         self.events = Events(self._happened, journal.last_step, journal.counters)
         self._heard = 0  # number of the last message
@@ -53,6 +64,7 @@ class Desk:
     def __exit__(self, *_) -> None:
         self._stop.set()
         self._thread.join()
+        self._hang(PICTURE_SECONDS)
 
     def finish_evaluations(self) -> None:
         """Wait for those that are due still, each for its time at the most. Raises what stops the driver meanwhile."""
@@ -100,6 +112,7 @@ class Desk:
         elif kind == "begin":
             self._running, self._nodes = True, set(message["node_ids"])
             events.begin(message)
+            self._journal.begun(message["from_step"], message["code"], message["nodes"], message["hardware"])
         elif kind == "failed":
             self._running, self._waiting_since = False, time.monotonic()
             events.failed(message["causes"])
@@ -109,6 +122,8 @@ class Desk:
             events.saved(message, self._seconds_a_step, interval if message["step"] < self._plan.total_steps else 0)
             self._progress.safe(events.safe_step)
             self._evaluations.saved(message["step"], message["attempt"])
+        elif kind == "pictures":
+            self._gallery.hang(message)
         elif kind == "not_saved":
             events.not_saved(message)
         elif kind == "skipped":
@@ -168,7 +183,14 @@ class Desk:
                 self.events.not_evaluated(outcome.step, outcome.why)
             else:
                 self._record({"entry": outcome.entry, "bad": []})
+        self._hang()
         self._journal.sync_if_due()
+
+    def _hang(self, wait_seconds: float = 0.0) -> None:
+        for pictures in self._gallery.finished(wait_seconds):
+            self._journal.pictures(pictures.step, pictures.images, pictures.histograms)
+            if pictures.flaw:
+                self._happened("no_picture", pictures.step, pictures.flaw)
 
     def _happened(self, kind: str, step: int, text: str, **facts: Any) -> None:
         self._journal.event(kind, step, text, **facts)

@@ -29,6 +29,7 @@ from moco_ray.evaluations import Evaluations
 from moco_ray.lease import Lease
 from moco_ray.method.encoder import refuse_emulated_precision
 from moco_ray.monitor import Journal
+from moco_ray.pictures import Gallery
 from moco_ray.plan import Plan, Workers
 from moco_ray.process_group import ProcessGroup
 from moco_ray.progress import Progress
@@ -158,8 +159,10 @@ def _carry(surveyed: Surveyed, folder: RunFolder, workers: Workers, lease: Lease
         journal = Journal(run, plan, start, lease.confirm)
         progress = Progress(plan, start)
         evaluations = Evaluations(run, plan, surveyed.sets, room.helpers, journal.evaluated)
+        # A run that carries on one of the released code began at that one's step.
+        gallery = Gallery(surveyed.manifest, plan, min((attempt.from_step for attempt in attempts.all_of(run)), default=start))
         try:
-            with Desk(board, journal, progress, plan, lease, evaluations, lambda: room.words(workers)) as desk:
+            with Desk(board, journal, progress, plan, lease, evaluations, lambda: room.words(workers), gallery) as desk:
                 if start < plan.total_steps:
                     _fit(Job(run.uri, str(workers), board, None if evaluations.beside else surveyed.sets), folder, workers, room, debug)
                 if not _finished(folder, surveyed):
@@ -170,6 +173,7 @@ def _carry(surveyed: Surveyed, folder: RunFolder, workers: Workers, lease: Lease
             journal.draw(run.uri.rstrip("/").rpartition("/")[2])
         finally:
             evaluations.close()
+            gallery.close()
             progress.close()
             journal.close()
 

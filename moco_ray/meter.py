@@ -4,9 +4,12 @@ Not responsible for writing them down (monitor.py), nor for the method's own sca
 """
 
 import contextlib
+import os
+import platform
 import resource
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -74,6 +77,16 @@ class Meter:
             "workers": self._ranks.world,
         }
         return scalars, slow_rank(shares)
+
+
+def hardware(device: torch.device) -> str:
+    """What computes on `device`, for people: a GPU's name and memory, or this machine's CPU and how much of it there is for us."""
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        return f"{found.name}, {found.total_memory / 2**30:.0f} GiB"
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "") or platform.machine()
+    return f"{name}, {len(os.sched_getaffinity(0))} CPUs"
 
 
 def slow_rank(shares: list[list[float]]) -> Slow | None:

@@ -1,7 +1,8 @@
 """What a run tells, written down: scalars and events to TensorBoard and JSON lines, and the quarantine list.
 
 One writer: the driver, who alone holds the run's lease (lease.py), so that a worker that was cut off cannot write into
-them. Not here: what is measured (train.py, meter.py), and what is said at the terminal (progress.py, events.py).
+them. Not here: what is measured (train.py, meter.py), how TensorBoard shows it (tensorboard_page.py), how pictures come about
+(pictures.py), and what is said at the terminal (progress.py, events.py).
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import shutil
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +24,21 @@ from moco_ray.data.storage import Store
 from moco_ray.errors import UserError
 from moco_ray.evaluate.curves import draw_curves
 from moco_ray.plan import Plan
+from moco_ray.tensorboard_page import (
+    TAGS,
+    environment_text,
+    events_text,
+    picture,
+    recipe_text,
+    summaries,
+    verdicts_text,
+)
 
-GROUPS = {  # card group in TensorBoard of each scalar
-    "loss": "learning/loss",
-    "top1": "learning/contrast_top1",
-    "top5": "learning/contrast_top5",
-    "learning_rate": "learning/learning_rate",
-    "gradient_norm": "learning/gradient_norm",
-    "knn_top1": "evaluation/knn_top1_backbone_features",
-    "knn_left_out": "evaluation/images_left_out",
-    "evaluation_seconds": "evaluation/seconds",
-    "queue_fill": "dictionary/queue_fill",
-    "positive_similarity": "dictionary/positive_similarity",
-    "negative_similarity": "dictionary/negative_similarity",
-    "images_per_second": "input/images_per_second",
-    "input_wait_share": "input/wait_share",
-    "bad_rows": "input/bad_rows",
-    "peak_memory_bytes": "system/peak_memory_bytes",
-    "workers": "system/workers",
-    "restarts": "system/restarts",
-    "steps_recomputed": "system/steps_recomputed",
-    "seconds_lost": "system/seconds_lost",
-}
-# Times, rates, and who carried the step
-NOT_REPRODUCIBLE = ("images_per_second", "input_wait_share", "peak_memory_bytes", "workers", "attempt", "wall_time", "evaluation_seconds")
+# Times, rates, who carried the step, and what counts from a start of the workers on
+NOT_REPRODUCIBLE = (
+    "images_per_second", "input_wait_share", "peak_memory_bytes", "workers", "attempt", "wall_time", "evaluation_seconds",
+    "drift", "duplicate_share",
+)  # fmt: skip
 JSON_LINES = ("metrics.jsonl", "quarantine.jsonl", "events.jsonl")
 SYNC_SECONDS = 20.0  # between two copies to object storage; longer once the files are large
 BYTES_A_SECOND = 1 << 20  # that these copies may take of the network, on average
@@ -76,6 +68,7 @@ class Journal:
         entries = _repair(self.folder / "metrics.jsonl")
         self.last_step = max((e["step"] for e in entries if "loss" in e), default=0)
         events = _repair(self.folder / "events.jsonl")
+        self._verdicts = [event for event in events if event.get("kind") == "verdict"]
         self.counters = next((e for e in reversed(events) if "restarts" in e), {})
         self.evaluated = {e["step"] for e in entries if "knn_top1" in e}
         # Bad rows are written before the line that counts them: those of a line that never came are taken back.
@@ -87,8 +80,8 @@ class Journal:
             for line in lines:
                 if line["step"] > safe_step:  # .. and writes them again from the lines that are there
                     draw(line)
-        if not entries:
-            self._writers["run"].add_text("recipe", f"```\n{plan.recipe.toml()}\n```", 0)
+        self._pictured = safe_step  # the last step with pictures: none is computed before it any more
+        self._introduce(safe_step)
 
     def record(self, entry: dict[str, Any], bad: list[tuple[int, BadRow]]) -> bool:
         """One set of scalars at entry["step"], and the bad rows since the one before. False if it was written before.
@@ -115,6 +108,20 @@ class Journal:
         line = {"wall_time": time.time(), "kind": kind, "step": step, "text": text, **facts}
         self._append("events.jsonl", [line])
         self._draw_event(line)
+
+    def begun(self, step: int, code: dict[str, Any], nodes: list[str], hardware: list[str]) -> None:
+        """Workers began on these nodes, one name and one description each, with this code (run_folder.code_version)."""
+        self._writers["run"].add_text("environment", environment_text(code, nodes, hardware), max(step, self._furthest))
+
+    def pictures(self, step: int, images: dict[str, tuple[bytes, int, int]], histograms: dict[str, dict[str, Any]]) -> None:
+        """Of a step, by tag: images (JPEG, height, width), histograms (what SummaryWriter.add_histogram_raw takes)."""
+        if step <= self._pictured or self._broken is not None:  # a restart computed it again, or the run is another's
+            return
+        self._pictured = step
+        for tag, (jpeg, height, width) in images.items():
+            self._writers["run"].file_writer.add_summary(picture(tag, jpeg, height, width), step)
+        for tag, counts in histograms.items():
+            self._writers["run"].add_histogram_raw(tag, **counts, global_step=step)
 
     def sync(self) -> None:
         """Bring all that was written to the storage. Raises UserError if it does not take it; nothing is lost then.
@@ -181,29 +188,41 @@ class Journal:
             "chance": SummaryWriter(str(folder / "chance"), purge_step=purge, flush_secs=20),
         }
 
+    def _introduce(self, step: int) -> None:
+        """What TensorBoard shows of a run before its first step, or of one that goes on from `step`."""
+        for summary in summaries(self._plan):
+            self._writers["run"].file_writer.add_summary(summary, step)
+        self._writers["run"].add_text("recipe", recipe_text(self._plan), step)
+        self._writers["run"].add_text("verdicts", verdicts_text(self._verdicts), max(step, self._furthest))
+
     def _event_files(self, writer: SummaryWriter) -> list[Path]:
         return sorted(Path(writer.log_dir).glob("events.*"), key=lambda path: path.stat().st_mtime_ns)
 
     def _draw(self, entry: dict[str, Any]) -> None:
         self._furthest = max(self._furthest, entry["step"])
         where = {"global_step": entry["step"], "walltime": entry.get("wall_time")}
-        for name, tag in GROUPS.items():
+        for name, tag in TAGS.items():
             if name in entry:
                 self._writers["run"].add_scalar(tag, entry[name], **where)
         if "loss" in entry:
-            self._writers["chance"].add_scalar(GROUPS["loss"], entry["chance_loss"], **where)
+            self._writers["chance"].add_scalar(TAGS["loss"], entry["chance_loss"], **where)
+            raised = sum(verdict["step"] <= entry["step"] for verdict in self._verdicts)
+            self._writers["run"].add_scalar(TAGS["verdicts"], raised, **where)  # a flat 0 is what a healthy run shows
 
     def _draw_event(self, line: dict[str, Any]) -> None:
         """One text that tells the last of what happened: TensorBoard shows of a step, and of those behind it, the newest only."""
         self._story.append(line)
         self._draw_counters(line)
-        self._writers["run"].add_text("events", _table(self._story), self._furthest, line["wall_time"])
+        self._writers["run"].add_text("events", events_text(self._story), self._furthest, line["wall_time"])
+        if line["kind"] == "verdict":
+            self._verdicts.append(line)
+            self._writers["run"].add_text("verdicts", verdicts_text(self._verdicts), self._furthest, line["wall_time"])
 
     def _draw_counters(self, line: dict[str, Any]) -> None:
         self._furthest = max(self._furthest, line["step"])  # a restart's line is of an earlier step; no curve goes back
         for name in ("restarts", "steps_recomputed", "seconds_lost"):
             if name in line:
-                self._writers["run"].add_scalar(GROUPS[name], line[name], self._furthest, line.get("wall_time"))
+                self._writers["run"].add_scalar(TAGS[name], line[name], self._furthest, line.get("wall_time"))
 
     def _append(self, name: str, entries: list[dict[str, Any]]) -> None:
         if self._broken is not None or not entries:
@@ -233,15 +252,6 @@ class Journal:
                 content = self._run.read(name)
                 (self.folder / name).write_bytes(content)
                 self._sent[name] = len(content)
-
-
-def _table(story: Iterable[dict[str, Any]]) -> str:
-    """Events as a table in Markdown, the newest first."""
-    lines = ["| when (UTC) | step | what happened |", "|---|---|---|"]
-    for event in reversed(list(story)):
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(event.get("wall_time")))
-        lines.append(f"| {when} | {event['step']} | {event['text'].replace('|', '/')} |")
-    return "\n".join(lines)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

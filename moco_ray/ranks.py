@@ -107,14 +107,17 @@ class Ranks:
         if self.world > 1:
             dist.set_timeout(timedelta(seconds=seconds))
 
-    def same_on_all(self, values: Tensor) -> bool:
-        """Whether an integer tensor is equal on all ranks. Waits for the device."""
-        if self.world == 1:
-            return True
+    def equal(self, values: Tensor) -> Tensor:
+        """Whether an integer tensor is equal on all ranks: a bool on the device, the same everywhere."""
         low, high = values.clone(), values.clone()
-        dist.all_reduce(low, dist.ReduceOp.MIN)
-        dist.all_reduce(high, dist.ReduceOp.MAX)
-        return bool(torch.equal(low, high))
+        if self.world > 1:
+            dist.all_reduce(low, dist.ReduceOp.MIN)
+            dist.all_reduce(high, dist.ReduceOp.MAX)
+        return (low == high).all()
+
+    def same_on_all(self, values: Tensor) -> bool:
+        """The same, for the host. Waits for the device."""
+        return bool(self.equal(values))
 
     def gather_objects(self, thing: Any) -> list[Any]:
         """One picklable object of each rank, in rank order, on all ranks. For rare, small things."""

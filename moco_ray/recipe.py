@@ -179,6 +179,8 @@ class Run(Section):
     groups_per_forward: int = Field(0, ge=0)  # 0: all groups of a rank in one forward pass
     memory_format: Literal["contiguous", "channels_last"] = "channels_last"
     log_every_steps: int = Field(10, ge=1)
+    dictionary_every_steps: int = Field(10, ge=0)  # between two looks at the dictionary's health; 0: none
+    images_every_steps: int = Field(500, ge=0)  # pictures and histograms for TensorBoard, from the first step on; 0: none
     checkpoint_every_steps: int = Field(1000, ge=1)
     checkpoint_every_minutes: float = Field(10.0, ge=0.0)  # at the latest, since the last; 0: by steps alone
     keep_checkpoints: int = Field(3, ge=1)

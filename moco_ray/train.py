@@ -14,12 +14,15 @@ from torch.nn.functional import normalize
 
 from moco_ray.data.augment import colour_stage
 from moco_ray.data.batch import BadRow, Batch
+from moco_ray.dictionary import Dictionary, Duplicates, Sample
 from moco_ray.errors import NonFinite, UserError
+from moco_ray.exhibit import Step
 from moco_ray.learner import Learner
 from moco_ray.method.batchnorm import commit_statistics, forget_statistics
 from moco_ray.method.contrast import info_nce
 from moco_ray.method.encoder import autocast, working_dtype
 from moco_ray.method.momentum import follow
+from moco_ray.method.queue import Queue
 from moco_ray.method.schedule import learning_rate
 from moco_ray.method.shuffle import permutation, route, shuffle, unshuffle
 from moco_ray.plan import Plan, groups_of_rank
@@ -36,6 +39,8 @@ class Outputs(NamedTuple):
     save: Callable[[Learner], None]
     evaluate: Callable[[Learner], dict[str, float]] | None  # None: the checkpoint of that step is evaluated elsewhere
     completed: Callable[[int], bool] = lambda step: False  # after each step: whether to save though none is due
+    rows_of_slots: Callable[[Queue], Tensor] | None = None  # K int64: the row of the data set that each queued key is of, or -1
+    picture: Callable[[Step], None] = lambda step: None  # of every `run.images_every_steps`th step, to be looked at
 
 
 class Settled(NamedTuple):
@@ -61,16 +66,24 @@ def train(learner: Learner, batches: Iterator[Batch], plan: Plan, ranks: Ranks, 
     warm_up(f_q, plan, ranks)
     healthy = torch.ones((), dtype=torch.bool, device=ranks.device)
     sums, bad, settled = 0.0, [], []  # since the last record
+    dictionary, duplicates = Dictionary(plan, ranks, outputs.rows_of_slots), Duplicates()
+    seen: list[tuple[int, int]] = []  # content and row, since the last record
 
     if outputs.evaluate and learner.step and due(learner.step, plan)[1]:  # the checkpoint came first: its evaluation may have been cut off
         evaluate(learner, plan, outputs)
     while learner.step < plan.total_steps:
         step, batch = learner.step, next(batches)
         bad += [(batch.epoch, row) for row in batch.bad]
+        seen += hashed(batch)
         set_learning_rate(learner.optimizer, learning_rate(plan, step))
 
-        keys = [encode_keys(learner.f_k, batch, plan, ranks, (step, d)) for d in directions]  # B,C each, in row order
-        losses, scores = backward(f_q, batch, keys, learner.queue.keys, plan, ranks)
+        shuffled: list[tuple[Tensor, Batch]] | None = [] if dictionary.samples(step) else None
+        keys = [encode_keys(learner.f_k, batch, plan, ranks, (step, d), shuffled) for d in directions]  # B,C each, in row order
+        if shuffled:
+            dictionary.keep(sample_of(learner.f_k, keys[0], shuffled[0], plan, step))
+        losses, scores, q = backward(f_q, batch, keys, learner.queue.keys, plan, ranks)
+        if dictionary.due(step):
+            dictionary.measure(step, q, keys[0], batch.rows, learner.f_q, learner.f_k, learner.queue)
         norm = torch.nn.utils.get_total_norm([p.grad for p in learner.f_q.parameters()])
         scores = torch.cat([ranks.sum(scores) / (plan.keys_per_step), norm[None]])  # MEANS
 
@@ -82,20 +95,28 @@ def train(learner: Learner, batches: Iterator[Batch], plan: Plan, ranks: Ranks, 
         learner.optimizer.step()
         learner.optimizer.zero_grad(set_to_none=True)
         follow(learner.f_k, learner.f_q, recipe.contrast.key_momentum, healthy)
+        if dictionary.due(step):
+            dictionary.moved(learner.f_k)
+        if recipe.run.images_every_steps and step % recipe.run.images_every_steps == 0:
+            outputs.picture(Step(batch, q, keys[0], rows_of(plan, ranks.world, ranks.rank), learner.queue))
         learner.queue.enqueue(torch.cat(keys), step, healthy)
         commit_statistics(learner.f_q, healthy)
         commit_statistics(learner.f_k, healthy)
 
         learner.step += 1
+        dictionary.leave(learner.step)
         sums = sums + scores
         settled.append(Settled(step, batch.epoch, healthy, losses, batch.positions, place))
         saving, evaluating = due(learner.step, plan)
         saving = outputs.completed(learner.step) or saving
         if learner.step % recipe.run.log_every_steps == 0 or saving:  # only now does the host look
             refuse_non_finite(learner, settled, ranks)
-            means = dict(zip(MEANS, (sums / len(settled)).tolist(), strict=True))
+            means = dict(zip(MEANS, (sums / len(settled)).tolist(), strict=True)) | dictionary.take()
+            everyone = sum(ranks.gather_objects(seen), [])
+            if ranks.is_first and everyone:
+                means["duplicate_share"] = duplicates.share(everyone)
             report(learner, means, bad, plan, ranks, outputs)
-            sums, bad, settled = 0.0, [], []
+            sums, bad, settled, seen = 0.0, [], [], []
         if saving:
             learner.average_statistics(ranks, plan.groups)
         if saving:  # before the evaluation: a mistake in that must not cost the steps
@@ -110,8 +131,13 @@ def evaluate(learner: Learner, plan: Plan, outputs: Outputs) -> None:
 
 
 @torch.no_grad()
-def encode_keys(f_k: nn.Module, batch: Batch, plan: Plan, ranks: Ranks, draw: tuple[int, int]) -> Tensor:
-    """Keys of the whole batch in row order, B,C unit rows, from a shuffled batch; draw = (step, direction)."""
+def encode_keys(
+    f_k: nn.Module, batch: Batch, plan: Plan, ranks: Ranks, draw: tuple[int, int], shuffled: list[tuple[Tensor, Batch]] | None = None
+) -> Tensor:
+    """Keys of the whole batch in row order, B,C unit rows, from a shuffled batch; draw = (step, direction).
+
+    Appends to `shuffled` the crops N,H,W,3 that this rank encoded, in slot order, and a batch with their positions.
+    """
     (step, direction), settings = draw, plan.recipe.batch
     perm = permutation(
         plan.recipe.run.seed,
@@ -127,21 +153,23 @@ def encode_keys(f_k: nn.Module, batch: Batch, plan: Plan, ranks: Ranks, draw: tu
     crops = shuffle(batch.crops[:, view], way, ranks)  # N,H,W,3 uint8, of other rows now
     first = int(batch.positions[0]) - rows_of_ranks[ranks.rank].start  # position of the batch's row 0
     mixed = batch._replace(positions=first + way.rows)
+    if shuffled is not None:
+        shuffled.append((crops, mixed))
     keys = [encode(f_k, crops[rows], mixed, (rows, view), plan) for rows in passes(plan, len(crops))]
     return unshuffle(ranks.gather(torch.cat(keys), [len(rows) for rows in rows_of_ranks]), perm)
 
 
 def backward(
     f_q: nn.Module, batch: Batch, keys: list[Tensor], queue: Tensor, plan: Plan, ranks: Ranks
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the mean loss over B rows (summed over directions), averaged over ranks in the last pass.
 
     `keys` holds B,C of each direction, which see the same queue. Returns the loss of each own row and
-    direction, and the sums over them of all MEANS but the last.
+    direction, the sums over them of all MEANS but the last, and the queries N,C of the first direction.
     """
     own = rows_of(plan, ranks.world, ranks.rank)
     work = [(d, rows) for d in range(len(keys)) for rows in passes(plan, len(batch.crops))]
-    losses, scores = [], 0.0
+    losses, scores, queries = [], 0.0, []
     for direction, rows in work:
         view = VIEWS[direction][0]
         with Ranks.reduce_gradients(f_q, now=(direction, rows) == work[-1]):
@@ -153,8 +181,33 @@ def backward(
         right = [(contrast.rank < top).to(loss.dtype) for top in (1, 5)]
         columns = [loss, *right, contrast.positive_similarity, contrast.negative_similarity]
         losses.append(loss)
+        if direction == 0:
+            queries.append(q.detach())
         scores = scores + torch.stack([column.sum() for column in columns])
-    return torch.cat(losses), scores
+    return torch.cat(losses), scores, torch.cat(queries)
+
+
+def sample_of(f_k: nn.Module, keys: Tensor, shuffled: tuple[Tensor, Batch], plan: Plan, step: int) -> Sample:
+    """The first key group of a step, on the rank that encoded it, to be encoded once more when its keys leave the queue."""
+    n, run = plan.recipe.batch.bn_group_size, plan.recipe.run
+    crops, batch = shuffled
+    perm = permutation(run.seed, step, plan.groups, n, domain=plan.recipe.batch.shuffle_domain_groups)[:n]
+    kept = batch._replace(crops=crops[:n].clone(), positions=batch.positions[:n].clone())
+
+    def again() -> Tensor:
+        features = encode(f_k, kept.crops, kept, (slice(0, n), VIEWS[0][1]), plan)
+        forget_statistics(f_k)  # not a pass of the run
+        return features
+
+    return Sample(step, again, keys[perm.to(keys.device)])
+
+
+def hashed(batch: Batch) -> list[tuple[int, int]]:
+    """Content and row of those rows of a batch whose bytes are compared."""
+    if batch.content is None:
+        return []
+    chosen = batch.content != 0
+    return list(zip(batch.content[chosen].tolist(), batch.rows[chosen].tolist(), strict=True))
 
 
 def encode(f: nn.Module, crops: Tensor, batch: Batch, part: tuple[slice, int], plan: Plan) -> Tensor:

@@ -13,6 +13,7 @@ import ray.train.torch
 from moco_ray.checkpoint import Saved
 from moco_ray.cluster import living
 from moco_ray.data.storage import Store
+from moco_ray.meter import hardware
 from moco_ray.session import Room
 from moco_ray.worker import Node, Place, carry
 
@@ -22,7 +23,8 @@ def train_worker(config: dict[str, Any]) -> None:
     room: Room = config["room"]
     node = ray.get_runtime_context().get_node_id()
     name = living().get(node, node[:8])
-    place = Place(ray.train.torch.get_device(), Node(node, name), room.worker_cpus, room.data_cpus, partial(_point, config["job"].run))
+    device = ray.train.torch.get_device()
+    place = Place(device, Node(node, name, hardware(device)), room.worker_cpus, room.data_cpus, partial(_point, config["job"].run))
     carry(config["job"], place)
 
 

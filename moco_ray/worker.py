@@ -15,14 +15,18 @@ from moco_ray import attempts, checkpoint
 from moco_ray.attempts import Attempt
 from moco_ray.board import FLUSH_SECONDS, Wire, new_attempt
 from moco_ray.data import order
+from moco_ray.data.segment import Source
 from moco_ray.data.shards import Manifest
 from moco_ray.data.stream import batches
+from moco_ray.data.whereabouts import rows_of_slots
 from moco_ray.errors import StorageFailing, UserError
 from moco_ray.evaluate.features import LabelledSet, watch_knn
+from moco_ray.exhibit import Step, exhibit
 from moco_ray.learner import Learner
 from moco_ray.lookout import Advice, Lookout, News, Notice
 from moco_ray.meter import Meter
 from moco_ray.method.encoder import refuse_emulated_precision
+from moco_ray.method.queue import Queue
 from moco_ray.plan import Plan
 from moco_ray.ranks import Ranks
 from moco_ray.recipe import Recipe
@@ -50,6 +54,7 @@ class Node(NamedTuple):
 
     id: str
     name: str
+    hardware: str = ""  # what computes there
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,7 @@ class _Rank:
         self._plan = Plan(self._recipe, self._manifest.rows)
         self._plan.refuse_world(ranks.world)
         self._about = about(self._recipe, self._manifest, self._plan)
+        self._order = Source(self._manifest, self._recipe, self._plan).order
         self._learner = Learner.new(self._recipe, place.device)
 
     def train(self) -> None:
@@ -107,6 +113,9 @@ class _Rank:
             warm_start(learner, self._folder, recipe)
         self._own_order: tuple[str, float] | None = None
         self._wire.step = learner.step
+        # Keys of a run of the released code, if this one carries one on, are of rows that we do not know.
+        known = min((one.from_step for one in attempts.all_of(self._folder.store)), default=learner.step) if ranks.is_first else 0
+        self._began_at = ranks.gather_objects(known)[0]
         self._register(saved, skipped)
         self._meter = Meter(self._plan, ranks, learner.step)
         self._saver = Saver(self._write, self._wire.tell)
@@ -120,25 +129,26 @@ class _Rank:
         ranks.expect_answers_within(FIRST_STEPS_SECONDS)
         try:
             evaluate = self._evaluate if self._sets else None
-            train(learner, self._meter.timed(rows), self._plan, ranks, Outputs(self._record, self._save, evaluate, self._completed))
+            outputs = Outputs(self._record, self._save, evaluate, self._completed, self._rows_of_slots, self._picture)
+            train(learner, self._meter.timed(rows), self._plan, ranks, outputs)
         finally:
             self._saver.close()
 
     def _register(self, saved: checkpoint.Saved | None, skipped: list[str]) -> None:
         """Say who carries the run from here on. Collective: no rank trains before it is in the storage."""
         self._nodes = nodes = self._ranks.gather_objects(self._place.node)
-        names, failure = [node.name for node in nodes], None
+        names, failure, code = [node.name for node in nodes], None, code_version() if self._ranks.is_first else {}
         if self._ranks.is_first:
             self._wire.refuse_superseded()
             name = saved.name if saved else ""
             try:
                 attempts.register(
                     self._folder.store,
-                    Attempt(self._attempt, self._learner.step, self._ranks.world, self._asked, name, names, code_version()),
+                    Attempt(self._attempt, self._learner.step, self._ranks.world, self._asked, name, names, code),
                 )
             except UserError as error:
                 failure = error
-            where = {"nodes": names, "node_ids": [node.id for node in nodes]}
+            where = {"nodes": names, "node_ids": [node.id for node in nodes], "hardware": [node.hardware for node in nodes], "code": code}
             self._wire.tell(kind="begin", from_step=self._learner.step, skipped=skipped, **where)
             if saved and not failure and saved not in checkpoint.whole(self._folder.store):
                 # A worker that was cut off wrote one more before this attempt was known, and pruned this one for it.
@@ -152,6 +162,10 @@ class _Rank:
             entry = {**entry, **scalars, "attempt": self._attempt}
         if self._ranks.is_first:
             self._wire.tell(kind="record", entry=entry, bad=bad, slow=slow and slow._asdict())
+
+    def _picture(self, step: Step) -> None:
+        if self._ranks.is_first and (shown := exhibit(step, self._plan)):
+            self._wire.tell(kind="pictures", step=self._learner.step + 1, **shown)
 
     def _save(self, learner: Learner) -> None:
         advice, self._advice, self._own_order = self._advice, Advice(), None
@@ -198,6 +212,10 @@ class _Rank:
         if self._advice.save and self._ranks.is_first:
             self._wire.tell(kind="saving", step=step, why=self._advice.save)
         return bool(self._advice.save)
+
+    def _rows_of_slots(self, queue: Queue) -> torch.Tensor:
+        rows = rows_of_slots(queue.steps.cpu().numpy(), queue.position, self._plan, self._order, first_step=self._began_at)
+        return torch.from_numpy(rows).to(queue.keys.device)
 
     def _notice(self) -> Notice | None:
         """On rank 0: the ranks whose machines are about to be taken away."""

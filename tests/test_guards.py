@@ -18,11 +18,12 @@ LAYERS = [
     ["recipe"],
     ["plan", "ranks", "data.batch"],
     ["method", "data"],
-    ["learner", "attempts", "standing"],
+    ["learner", "attempts", "standing", "exhibit", "dictionary", "verdicts"],
     ["train", "checkpoint", "lease", "meter", "evaluate"],
     ["lookout", "saver", "leak_probe"],
     ["trial"],
     ["checks"],
+    ["tensorboard_page", "pictures"],
     ["monitor", "run_folder", "show_plan", "session", "cluster"],
     ["board", "backbone"],
     ["detectron2_configs", "detection"],
@@ -108,8 +109,8 @@ FIELDS = {
         "timeout_minutes", "resize_pixels",
     ],
     "run": [
-        "seed", "groups_per_forward", "memory_format", "log_every_steps", "checkpoint_every_steps", "checkpoint_every_minutes",
-        "keep_checkpoints", "hang_timeout_seconds",
+        "seed", "groups_per_forward", "memory_format", "log_every_steps", "dictionary_every_steps", "images_every_steps", "checkpoint_every_steps",
+        "checkpoint_every_minutes", "keep_checkpoints", "hang_timeout_seconds",
     ],
 }  # fmt: skip
 

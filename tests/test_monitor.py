@@ -168,7 +168,7 @@ def test_a_line_that_cannot_be_written_leaves_none_of_itself_and_no_later_checkp
     """A full disk, by a limit on the size of files."""
     run = Store(str(tmp_path))
     journal = Journal(run, plan, 0)
-    journal.record(entry(1), [])
+    journal.record({**entry(1), "long": "x" * (1 << 20)}, [])  # so that TensorBoard's file is below the limit
     size = (tmp_path / "metrics.jsonl").stat().st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))

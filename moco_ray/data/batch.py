@@ -17,6 +17,7 @@ class Batch(NamedTuple):
     positions: torch.Tensor  # N int64: position in the epoch
     rows: torch.Tensor  # N int64: number of the row in the manifest (after replacement, if it was bad)
     bad: tuple["BadRow", ...] = ()  # rows of this batch that had to be replaced
+    content: torch.Tensor | None = None  # N int64: hash of the encoded bytes, 0 for rows that are not of the sample (segment.py)
 
 
 class BadRow(NamedTuple):

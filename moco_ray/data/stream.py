@@ -177,7 +177,7 @@ def _batch(columns: Columns, segments: Segments, step: int) -> Batch:
     _refuse_other(step, np.full(segments.rows_per_step, step), columns["step"])
     _refuse_other(step, np.arange(first, first + segments.rows_per_step), columns["position"])
     crops, positions, rows = (_tensor(columns[name]) for name in ("crops", "position", "row"))
-    return Batch(epoch, crops, positions, rows, _bad_rows(columns["bad"]))
+    return Batch(epoch, crops, positions, rows, _bad_rows(columns["bad"]), _tensor(columns["content"]))
 
 
 def _refuse_other(step: int, expected: np.ndarray, got: np.ndarray) -> None:
