@@ -9,6 +9,7 @@ from moco_ray.monitor import Journal, read_metrics
 from moco_ray.verdicts import CONDITIONS, SILENCES, Watch, judge
 from tests import synthetic
 from tests.ill_runs import CASES, STEPS, carry, make_data
+from tests.object_stores import filled, use
 
 FAST = {"healthy, seed 0": 120, "m = 0": 60, "m = 1": 60, "no shuffle, groups of 4": 80, "K ten times the rows": 60, "5 % duplicates": 30}
 
@@ -156,8 +157,9 @@ def test_a_verdict_that_was_raised_and_not_told_is_told_by_the_next_driver(tmp_p
     second.close()
 
 
-def test_health_json_reaches_object_storage_though_its_size_stays(tmp_path, moto):
-    run = Store(moto.uri("health"))
+def test_health_json_reaches_object_storage_though_its_size_stays(moto, monkeypatch):
+    use(monkeypatch, moto)
+    run = Store.at(f"s3://{filled(moto, {})}/run")
     journal = Journal(run, PLAN, 0)
     for entry in records({}, (10, 20)):
         write(journal, entry)
