@@ -121,6 +121,11 @@ class Journal:
         for tag, counts in histograms.items():
             self._writers["run"].add_histogram_raw(tag, **counts, global_step=step)
 
+    @property
+    def verdict_count(self) -> int:
+        """How many were raised so far, by any driver."""
+        return len(self._verdicts)
+
     def sync(self) -> None:
         """Bring all that was written to the storage. Raises UserError if it does not take it; nothing is lost then.
 

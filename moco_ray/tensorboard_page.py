@@ -28,6 +28,7 @@ TAGS = {  # the tag in TensorBoard of each scalar of metrics.jsonl; what stands 
     "queue_fill": "dictionary/queue_fill",
     "positive_similarity": "dictionary/positive_similarity",
     "negative_similarity": "dictionary/negative_similarity",
+    "step_positive_similarity": "dictionary/step_positive_similarity",
     "step_similarity": "dictionary/step_similarity",
     "queue_top1": "dictionary/queue_top1",
     "fresh_top1": "dictionary/fresh_top1",

@@ -21,7 +21,8 @@ LAYERS = [
     ["learner", "attempts", "standing", "exhibit", "dictionary", "verdicts"],
     ["train", "checkpoint", "lease", "meter", "evaluate"],
     ["lookout", "saver"],
-    ["tensorboard_page", "pictures"],
+    ["tensorboard_page", "pictures", "gauges"],
+    ["grafana"],
     ["monitor", "run_folder", "show_plan", "session", "cluster"],
     ["board", "backbone"],
     ["detectron2_configs", "detection"],
@@ -43,7 +44,8 @@ FORBIDDEN = {  # top-level module: files that may import it
     "ray.train": {"launch.py", "process_group.py", "restarts.py", "train_worker.py", "launch_probe.py", "probe_worker.py"},
     "ray.data": {"data/stream.py", "data/pack.py", "beside.py", "cluster.py"},  # the last: where its actors live, nothing of data
     "ray": {"data/stream.py", "data/pack.py", "data/on_ray.py", "session.py", "launch.py", "board.py", "cluster.py", "desk.py", "train_worker.py",
-            "process_group.py", "beside.py", "evaluations.py", "restarts.py", "launch_probe.py", "probe_worker.py"},
+            "process_group.py", "beside.py", "evaluations.py", "restarts.py", "gauges.py", "launch_probe.py", "probe_worker.py"},
+    "ray.util.metrics": {"gauges.py"},
     "torch.distributed": {"ranks.py"},
 }
 
