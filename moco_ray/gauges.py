@@ -58,17 +58,15 @@ class Gauges:
 
     def __init__(self, run: str, plan: Plan):
         self._tags, self._gauges = {"run": run}, {}
-        self._set(TOTAL_STEPS, plan.total_steps)
+        self._values = {TOTAL_STEPS: float(plan.total_steps)}
 
     def show(self, entry: dict[str, Any]) -> None:
         """An entry of metrics.jsonl, or counters of an event."""
         for name in METRICS.keys() & entry.keys():
             if "knn_top1" in entry and name in ("step", "epoch"):  # of an evaluation, which may lie behind
                 continue
-            self._set(METRICS[name], entry[name])
-
-    def _set(self, metric: tuple[str, str], value: float) -> None:
-        name, meaning = metric
-        if name not in self._gauges:
-            self._gauges[name] = Gauge(name, meaning, tag_keys=tuple(self._tags))
-        self._gauges[name].set(value, self._tags)
+            self._values[METRICS[name]] = entry[name]
+        for (name, meaning), value in self._values.items():  # all of them: what was set before the node's agent was up is lost
+            if name not in self._gauges:
+                self._gauges[name] = Gauge(name, meaning, tag_keys=tuple(self._tags))
+            self._gauges[name].set(value, self._tags)

@@ -46,6 +46,7 @@ def test_a_record_sets_what_it_holds_and_an_evaluation_turns_no_step_back(monkey
     Recorded.values = {}
     own = Gauges("first", synthetic.plan(synthetic.recipe()))
     own.show({"step": 7, "epoch": 0.8, "loss": 3.5, "input_wait_share": 0.25, "wall_time": 1.0})
+    Recorded.values.clear()  # as an agent that was not up yet
     own.show({"step": 5, "epoch": 0.6, "knn_top1": 0.75})
     assert Recorded.values == {
         ("moco_ray_total_steps", "first"): 20, ("moco_ray_completed_steps", "first"): 7, ("moco_ray_completed_epochs", "first"): 0.8,

@@ -23,7 +23,7 @@ from moco_ray.pictures import Gallery
 from moco_ray.plan import Plan
 from moco_ray.ranks import Ranks
 from moco_ray.recipe import field_names
-from moco_ray.tensorboard_page import LAYOUT, TAGS, hyperparameters
+from moco_ray.tensorboard_page import BESIDE, LAYOUT, TAGS, hyperparameters
 from moco_ray.train import train
 from tests import synthetic
 from tests.test_learning import rows_without_ray
@@ -163,7 +163,8 @@ def test_a_storage_that_gives_no_image_costs_the_wall_and_nothing_else(source, s
 def test_the_page_names_every_scalar_once_and_charts_only_scalars_that_there_are():
     charted = [name for charts in LAYOUT.values() for names in charts.values() for name in names]
     assert set(charted) <= set(TAGS) and len(charted) == len(set(charted))
-    assert set(TAGS) - set(charted) == {"top1_gap", "step_positive_similarity", "knn_left_out"}  # on the page Scalars
+    beside = {name for name in BESIDE.values() if isinstance(name, str)} - {"chance_loss"}  # drawn as references
+    assert set(TAGS) - set(charted) - beside == {"top1_gap", "step_positive_similarity", "knn_left_out"}  # on the page Scalars
     assert len(set(TAGS.values())) == len(TAGS)
 
 
@@ -182,13 +183,17 @@ def test_layout_hparams_recipe_environment_and_verdicts_are_in_the_run_and_no_fu
     assert {f"^{tag}$" for tag in TAGS.values()} >= {tag for c in layout.category for chart in c.chart for tag in chart.multiline.tag}
     assert set(TAGS.values()) - set(page.Tags()["scalars"]) == {TAGS["knn_top1"]}
     assert [(point.step, point.value) for point in page.Scalars(TAGS["verdicts"])] == [(1, 0), (3, 1)]
+    beside = seen(tmp_path / "tensorboard" / "reference")
+    values = {tag: beside.Scalars(tag)[0].value for tag in beside.Tags()["scalars"]}
+    assert set(values) == {TAGS[name] for name in [*BESIDE, "effective_rank"]}
+    assert values["learning/loss"] == 5.0 and values["dictionary/effective_rank"] == 16 and values["dictionary/queue_top1"] == 0.5
     words = {name: [t.tensor_proto.string_val[0].decode() for t in page.Tensors(f"{name}/text_summary")] for name in
-             ("recipe", "environment", "verdicts", "events")}  # fmt: skip
+             ("recipe", "environment", "events/verdicts", "events")}  # fmt: skip
     assert "queue_keys = 100" in words["recipe"][0] and "| chance loss | 4.615" in words["recipe"][0]
     for part in ("abc, with changes", "| torch | 2.14 |", "| worker 1 | b: CPU y, 2 CPUs |"):
         assert part in words["environment"][0]
-    assert words["verdicts"][0].startswith("No verdict") and "| 2 | stale dictionary | stale dictionary: queued" in words["verdicts"][-1]
-    assert sorted(p.name for p in (tmp_path / "tensorboard").iterdir() if p.is_dir()) == ["chance"]
+    assert words["events/verdicts"][0].startswith("No verdict") and "| 2 | stale dictionary | stale dictionary: queued" in words["events/verdicts"][-1]
+    assert sorted(p.name for p in (tmp_path / "tensorboard").iterdir() if p.is_dir()) == ["reference"]
     assert "_hparams_/session_start_info" in page.summary_metadata
 
 
