@@ -56,7 +56,7 @@ class Saved(NamedTuple):
         return name_of(self.step, self.attempt)
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
     """What a listing shows of a checkpoint."""
 
     step: int
@@ -110,7 +110,7 @@ def whole(run: Store) -> list[Saved]:
 
     Complete: with a marker, and of the size that it tells. Believed: no later attempt began before that step.
     """
-    return [found.saved for found in _survey(run) if found.believed and found.saved]
+    return [found.saved for found in survey(run) if found.believed and found.saved]
 
 
 def newest(run: Store) -> Saved | None:
@@ -155,7 +155,7 @@ def load_newest(
     A damaged one is named through `told` and the one before it is taken. What `accept` raises ends the search: another
     recipe or data set is that of all of a run's checkpoints. Raises UserError if every one is damaged.
     """
-    believed = [found for found in _survey(run) if found.believed and "json" in found.parts]
+    believed = [found for found in survey(run) if found.believed and "json" in found.parts]
     damage = []
     for found, before in zip_longest(believed, believed[1:]):
         place = run.place(f"{found.name}.pt")
@@ -204,7 +204,7 @@ def _remove(saved: Saved) -> str:
     return f"remove {saved.name}.json so that the one before it is used, or put the file back as it was"
 
 
-def _survey(run: Store) -> list[_Found]:
+def survey(run: Store) -> list[Found]:
     """Everything in the folder of checkpoints, newest first. A marker of what is not believed is not read."""
     parts: dict[tuple[int, int], dict[str, int]] = {}
     for entry in run.below(FOLDER).list():
@@ -217,7 +217,7 @@ def _survey(run: Store) -> list[_Found]:
         saved, flaw = _marked(run, step, attempt, sizes) if believed and "json" in sizes else (None, "")
         if believed and not saved and not flaw:
             sizes.pop("json", None)
-        found.append(_Found(step, attempt, sizes, believed, saved, flaw))
+        found.append(Found(step, attempt, sizes, believed, saved, flaw))
     return found
 
 
@@ -295,7 +295,7 @@ def prune(run: Store, saved: Saved, keep: int) -> None:
 
     The marker goes first: a half-deleted checkpoint is no checkpoint. Raises UserError at the first that stays.
     """
-    found = _survey(run)
+    found = survey(run)
     good = [one.name for one in found if one.believed and one.saved]
     if saved.name not in good:  # a later attempt began meanwhile: what is superfluous is its to say
         return

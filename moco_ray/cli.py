@@ -12,6 +12,8 @@ from pathlib import Path
 
 from moco_ray.cli_backbone import backbone_commands
 from moco_ray.cli_evaluate import evaluate_command
+from moco_ray.cli_health import health_commands
+from moco_ray.cli_runs import runs_command, watch_command
 from moco_ray.errors import UserError
 
 CPU_QUIET = {  # set before torch and Ray are imported: what they print is not for the user of this command
@@ -44,7 +46,7 @@ def main(words: list[str] | None = None) -> int:
     for name, value in (CPU_QUIET if arguments.debug else CPU_QUIET | OWN_WORDS).items():
         os.environ.setdefault(name, value)
     try:
-        arguments.run(arguments)
+        return arguments.run(arguments) or 0  # a command that judges returns the code of its judgement
     except UserError as error:
         if arguments.debug:
             raise
@@ -53,7 +55,6 @@ def main(words: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"moco-ray: interrupted{arguments.goes_on}", file=sys.stderr)
         return 130
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -113,6 +114,9 @@ def _parser() -> argparse.ArgumentParser:
     alike.add_argument("--map", action="store_true", help="also map.png: up to 2000 images at their two principal components")
     alike.add_argument("--output", metavar="FOLDER", help="for neighbours.png, map.png and tensorboard/ (the run folder)")
     backbone_commands(command)
+    health_commands(command)
+    runs_command(command)
+    watch_command(command)
     return parser
 
 

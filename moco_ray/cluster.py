@@ -10,8 +10,11 @@ import contextlib
 import socket
 import time
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 COORDINATOR = "AutoscalingCoordinator"
 ANSWER_SECONDS = 5.0
@@ -22,6 +25,12 @@ def living() -> dict[str, str]:
     names = {node["NodeID"]: node["NodeName"] or node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     count = Counter(names.values())
     return {node: name if count[name] == 1 else f"{name}/{node[:6]}" for node, name in names.items()}
+
+
+def of_nodes(kind: str) -> dict[str, float]:
+    """Name of each living node -> how much of a resource (CPU, GPU, object_store_memory) it has."""
+    resources, names = {node["NodeID"]: node["Resources"] for node in ray.nodes()}, living()
+    return {name: resources[node].get(kind, 0.0) for node, name in names.items()}
 
 
 def keep_helpers_here() -> None:
@@ -84,3 +93,29 @@ def _unreachable() -> list[str]:
             except OSError:
                 found.append(node["NodeID"])
     return found
+
+
+def ask_each_node(question: Callable[[str], Any], seconds: float) -> dict[str, Any]:
+    """Name of each living node -> what `question(its address)` answers there, or the exception that came instead.
+
+    A task that claims no CPU, on all nodes at once; a node that is not heard of within `seconds` answers with a TimeoutError.
+    """
+    task, names = ray.remote(num_cpus=0, max_retries=0)(_ask), living()
+    asked = {
+        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(question): name
+        for node, name in names.items()
+    }
+    done, late = ray.wait(list(asked), num_returns=len(asked), timeout=seconds)
+    answers: dict[str, Any] = {asked[each]: TimeoutError(f"no answer within {seconds:g} s") for each in late}
+    for each in late:
+        ray.cancel(each)
+    for each in done:
+        try:
+            answers[asked[each]] = ray.get(each)
+        except ray.exceptions.RayError as error:
+            answers[asked[each]] = error
+    return dict(sorted(answers.items()))
+
+
+def _ask(question: Callable[[str], Any]) -> Any:
+    return question(ray.util.get_node_ip_address())

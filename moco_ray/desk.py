@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from moco_ray.cluster import living, nodes_leaving, recount
-from moco_ray.errors import UserError
+from moco_ray.errors import NonFinite, UserError
 from moco_ray.evaluations import Evaluations
 from moco_ray.events import Events
 from moco_ray.gauges import Gauges
@@ -23,6 +23,7 @@ from moco_ray.monitor import Journal
 from moco_ray.pictures import Gallery
 from moco_ray.plan import Plan
 from moco_ray.progress import Progress
+from moco_ray.verdicts import Verdict
 from moco_ray.worker import patience_seconds
 
 LOOK_SECONDS = 1.0  # between two looks at the cluster
@@ -63,9 +64,12 @@ class Desk:
         self._thread.start()
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind, error, *_) -> None:
         self._stop.set()
         self._thread.join()
+        if isinstance(error, NonFinite):
+            with contextlib.suppress(UserError):  # what stopped the run is the error to tell
+                self._tell(self._journal.judge_not_finite(self.events.reached, str(error)))
         self._hang(PICTURE_SECONDS)
 
     def finish_evaluations(self) -> None:
@@ -140,6 +144,8 @@ class Desk:
             self._seconds_a_step = self._plan.recipe.batch.global_batch_size / entry["images_per_second"]
             self.events.slow(message["slow"], entry["step"])
         new = self._journal.record(entry, message["bad"])
+        if new and "loss" in entry:
+            self._tell(self._journal.judge(entry))
         self._progress.show(entry, new)
         if new:
             self._gauges.show({**entry, "verdicts": self._journal.verdict_count})
@@ -195,6 +201,11 @@ class Desk:
             self._journal.pictures(pictures.step, pictures.images, pictures.histograms)
             if pictures.flaw:
                 self._happened("no_picture", pictures.step, pictures.flaw)
+
+    def _tell(self, raised: list[Verdict]) -> None:
+        for verdict in raised:
+            facts = verdict._asdict()
+            self._happened("verdict", facts.pop("step"), verdict.text, **facts)
 
     def _happened(self, kind: str, step: int, text: str, **facts: Any) -> None:
         self._journal.event(kind, step, text, **facts)

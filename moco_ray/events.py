@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from moco_ray.board import Pulse
-from moco_ray.monitor import duration
 from moco_ray.standing import Best
+from moco_ray.words import duration
 
 HEARD_SECONDS = 3.0  # since the sign of life of another: else all were ended together, or the driver itself is slow
 SILENT_SECONDS = 15.0  # without a sign of life, before a line names the rank

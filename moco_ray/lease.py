@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from moco_ray.data.conditional import Held, conditional
 from moco_ray.data.storage import Store
@@ -29,6 +29,24 @@ CONTENT_BYTES = (
     1024  # always the same: who asks for the size, and then for so many bytes of the next beat, has it whole
 )
 SETTLE_SECONDS = 2.0  # where two may write at once: the time that the slower one is given
+
+
+class Sign(NamedTuple):
+    """What a lease shows of who carries a run, without touching it."""
+
+    holder: str
+    content: bytes  # other bytes at each beat
+    released: bool  # the holder let go of the run
+    alive: bool | None  # by the processes of this machine; None: it ran elsewhere, and only watching the beats can tell
+
+
+def sign_of_life(run: Store) -> Sign | None:
+    """The lease of a run as it lies there; None if there is none. Raises UserError if it cannot be read."""
+    if run.size(NAME) is None:
+        return None
+    content = run.read(NAME)
+    facts = _parsed(Held(content, ""))
+    return Sign(_holder(facts), content, bool(facts.get("released")), not _ended_here(facts) if _here(facts) else None)
 
 
 class Lease:
@@ -182,12 +200,15 @@ def _this_process() -> dict[str, Any]:
     }
 
 
+def _here(other: dict[str, Any]) -> bool:
+    """Whether it ran on this machine, among the processes that we see."""
+    here = (_boot(), _pid_namespace())
+    return all(here) and here == (other.get("boot"), other.get("pid_namespace")) and bool(other.get("process_start"))
+
+
 def _ended_here(other: dict[str, Any]) -> bool:
     """Whether it ran on this machine, among the processes that we see, and is there no more."""
-    here = (_boot(), _pid_namespace())
-    if not all(here) or here != (other.get("boot"), other.get("pid_namespace")) or not other.get("process_start"):
-        return False
-    return _start_of(other.get("pid")) != other["process_start"]
+    return _here(other) and _start_of(other.get("pid")) != other["process_start"]
 
 
 def _boot() -> str:

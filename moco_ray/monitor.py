@@ -23,6 +23,7 @@ from moco_ray.data.batch import BadRow
 from moco_ray.data.storage import Store
 from moco_ray.errors import UserError
 from moco_ray.evaluate.curves import draw_curves
+from moco_ray.health import HEALTH, Health
 from moco_ray.plan import Plan
 from moco_ray.tensorboard_page import (
     TAGS,
@@ -34,10 +35,13 @@ from moco_ray.tensorboard_page import (
     summaries,
     verdicts_text,
 )
+from moco_ray.verdicts import Verdict
 
-# Times, rates, and who carried the step
-NOT_REPRODUCIBLE = ("images_per_second", "input_wait_share", "peak_memory_bytes", "workers", "attempt", "wall_time", "evaluation_seconds")
-SINCE_START = ("drift", "duplicate_share")  # are of what this start of the workers has seen: a restart begins anew
+# Times, rates, who carried the step, and what counts from a start of the workers on
+NOT_REPRODUCIBLE = (
+    "images_per_second", "input_wait_share", "peak_memory_bytes", "workers", "attempt", "wall_time", "evaluation_seconds",
+    "drift", "duplicate_share",
+)  # fmt: skip
 JSON_LINES = ("metrics.jsonl", "quarantine.jsonl", "events.jsonl")
 SYNC_SECONDS = 20.0  # between two copies to object storage; longer once the files are large
 BYTES_A_SECOND = 1 << 20  # that these copies may take of the network, on average
@@ -68,6 +72,7 @@ class Journal:
         self.last_step = max((e["step"] for e in entries if "loss" in e), default=0)
         events = _repair(self.folder / "events.jsonl")
         self._verdicts = [event for event in events if event.get("kind") == "verdict"]
+        self._health = Health(self.folder, plan, entries, self._verdicts)
         self.counters = next((e for e in reversed(events) if "restarts" in e), {})
         self.evaluated = {e["step"] for e in entries if "knn_top1" in e}
         # Bad rows are written before the line that counts them: those of a line that never came are taken back.
@@ -101,6 +106,14 @@ class Journal:
         if "knn_top1" in entry:  # may lie behind a checkpoint, from which on a new driver draws again
             self._writers["run"].flush()
         return True
+
+    def judge(self, entry: dict[str, Any]) -> list[Verdict]:
+        """What a record that was written raises, to be told; health.json is as of it."""
+        return self._judged(lambda: self._health.look(entry))
+
+    def judge_not_finite(self, step: int, why: str) -> list[Verdict]:
+        """The same of a run that stopped itself."""
+        return self._judged(lambda: self._health.stopped_not_finite(step, why))
 
     def event(self, kind: str, step: int, text: str, **facts: Any) -> None:
         """Something happened: one line of plain words, and the counters as they are now."""
@@ -247,6 +260,13 @@ class Journal:
             )
             raise self._broken from error
 
+    def _judged(self, look: Callable[[], list[Verdict]]) -> list[Verdict]:
+        self._sent.pop(HEALTH, None)  # may change and keep its size
+        try:
+            return look()
+        except OSError as error:
+            raise UserError(f"cannot write in {self.folder}: {error.strerror or error}; make room or mend the storage, then resume") from error
+
     def _quarantined(self, epoch: int, row: BadRow) -> dict[str, Any]:
         step = epoch * self._plan.steps_per_epoch + row.position // self._plan.recipe.batch.global_batch_size
         return {"step": step + 1, "epoch": epoch, **row._asdict()}
@@ -290,12 +310,3 @@ def _to_disk(path: Path) -> None:
     if path.exists():
         with path.open("rb") as file:
             os.fsync(file.fileno())
-
-
-def duration(seconds: float) -> str:
-    """h:mm:ss, or m:ss below an hour."""
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, left = divmod(int(seconds + 0.5), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"

@@ -153,38 +153,38 @@ class Plan:
 
     def warnings(self) -> list[str]:
         """What a user should know before the run, one line each."""
-        recipe, facts, said = self.recipe, self.facts(), []
+        return list(self.concerns().values())
+
+    def concerns(self) -> dict[str, str]:
+        """The same by what it is about."""
+        recipe, facts, said = self.recipe, self.facts(), {}
         keys, turn = recipe.contrast.queue_keys, facts["queue_turn_epochs"]
         if keys >= self.rows:
-            said.append(
+            said["queue"] = (
                 f"contrast.queue_keys {keys} is not smaller than the data set's {self.rows} rows: an image's own older keys "
                 "are among its negatives; a queue below a tenth of the rows is usual"
             )
         elif turn > 0.5:
-            said.append(f"the queue turns over once in {turn:.2f} epochs: many of its keys are of the images just seen")
+            said["queue"] = f"the queue turns over once in {turn:.2f} epochs: many of its keys are of the images just seen"
         if self.total_steps < 2 * facts["queue_turn_steps"]:
-            said.append(
+            said["queue_fill"] = (
                 f"the run's {self.total_steps} steps fill the queue {self.total_steps / facts['queue_turn_steps']:.2f} times; "
                 "loss and accuracy mean little before it is full"
             )
         if self.groups == 1:
-            said.append("one BatchNorm group holds the whole batch: batch norm leaks, whatever the shuffle")
+            said["groups"] = "one BatchNorm group holds the whole batch: batch norm leaks, whatever the shuffle"
         elif self.groups < 8:
-            said.append(
+            said["groups"] = (
                 f"{self.groups} BatchNorm groups: statistics of a query's and its key's group correlate by 1/{self.groups}; the "
                 "published set-up has 8 groups"
             )
         if recipe.contrast.symmetric:
-            said.append(
-                f"the symmetric form enqueues {self.keys_per_step} keys a step, which halves the age of the queue's keys"
-            )
+            said["symmetric"] = f"the symmetric form enqueues {self.keys_per_step} keys a step, which halves the age of the queue's keys"
         if recipe.contrast.key_momentum < 0.99:
-            said.append(
+            said["key_momentum"] = (
                 f"contrast.key_momentum {recipe.contrast.key_momentum} lets queued keys go stale: the loss may look good while "
                 "the features stay poor; 0.999 is the published value, 0.99 suits small data sets"
             )
         if self.dropped_rows:
-            said.append(
-                f"{self.dropped_rows} rows are left out of each epoch (rows mod global batch), others every epoch"
-            )
+            said["dropped_rows"] = f"{self.dropped_rows} rows are left out of each epoch (rows mod global batch), others every epoch"
         return said

@@ -4,17 +4,13 @@ Responsible for the network interface that gloo uses, for trying again where the
 waiting at its end for a rank that hangs. Not responsible for what is sent in it (ranks.py).
 """
 
-import contextlib
-import fcntl
 import os
-import socket
-import struct
 
 import ray
 import ray.train.torch
 from ray.exceptions import RayActorError, RayTaskError
 
-ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR, see netdevice(7)
+from moco_ray.interface import interface_of
 
 
 class _Backend(ray.train.torch.TorchConfig().backend_cls):
@@ -48,14 +44,3 @@ def use_interface_of_ray() -> None:
     name = interface_of(ray.util.get_node_ip_address())
     if name:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface that holds an IPv4 address of this host; None if none does (IPv6, NAT)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an address
-                held = fcntl.ioctl(sock.fileno(), ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(held[20:24]) == address:
-                    return name
-    return None

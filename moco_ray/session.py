@@ -60,11 +60,24 @@ class Room(NamedTuple):
             return Helpers(self.spare_gpus, True) if self.spare_gpus else None
         return Helpers(max(1, int(ray.cluster_resources().get("CPU", 1)) // 4), False)
 
+    def fits(self) -> int:
+        """How many workers the living machines hold, if nothing else ran there."""
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        return sum(int(min(node.get(kind, 0) / amount for kind, amount in self.claim.items())) for node in nodes)
+
+    def fits_now(self) -> int:
+        """How many find room beside all that runs now."""
+        free = ray.available_resources()
+        return min(self.fits(), *(int(free.get(kind, 0) / amount) for kind, amount in self.claim.items()))
+
+    @property
+    def each(self) -> str:
+        """What a worker claims, for people."""
+        return " and ".join(f"{amount:g} {kind}" for kind, amount in self.claim.items())
+
     def words(self, workers: Workers) -> str:
         """Whether so many workers would find room now, for people."""
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        fit = sum(int(min(node.get(kind, 0) / amount for kind, amount in self.claim.items())) for node in nodes)
-        each = " and ".join(f"{amount:g} {kind}" for kind, amount in self.claim.items())
+        fit, each = self.fits(), self.each
         least = workers.least or workers.most
         if fit >= least:
             return f"they are being started; the cluster has room for {fit}, each with {each}"

@@ -180,8 +180,8 @@ def verdicts_text(raised: Sequence[dict[str, Any]]) -> str:
     """The verdicts among the events as a table in Markdown, the newest first, or what it means that there is none."""
     if not raised:
         return HEALTHY
-    return _rows(("step", "verdict", "what was seen, what it means, what to change"), [
-        (event["step"], event.get("name", "").replace("_", " "), event["text"]) for event in reversed(raised)
+    return _rows(("step", "verdict", "seen", "what it means", "what to change"), [
+        (event["step"], event["name"].replace("_", " "), event["seen"], event["means"], event["change"]) for event in reversed(raised)
     ])  # fmt: skip
 
 

@@ -113,6 +113,9 @@ class _Rank:
             warm_start(learner, self._folder, recipe)
         self._own_order: tuple[str, float] | None = None
         self._wire.step = learner.step
+        # Keys of a run of the released code, if this one carries one on, are of rows that we do not know.
+        known = min((one.from_step for one in attempts.all_of(self._folder.store)), default=learner.step) if ranks.is_first else 0
+        self._began_at = ranks.gather_objects(known)[0]
         self._register(saved, skipped)
         self._meter = Meter(self._plan, ranks, learner.step)
         self._saver = Saver(self._write, self._wire.tell)
@@ -211,7 +214,7 @@ class _Rank:
         return bool(self._advice.save)
 
     def _rows_of_slots(self, queue: Queue) -> torch.Tensor:
-        rows = rows_of_slots(queue.steps.cpu().numpy(), queue.position, self._plan, self._order)
+        rows = rows_of_slots(queue.steps.cpu().numpy(), queue.position, self._plan, self._order, first_step=self._began_at)
         return torch.from_numpy(rows).to(queue.keys.device)
 
     def _notice(self) -> Notice | None:

@@ -14,37 +14,38 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Imports point down: a module may import modules of lower layers, and its own package.
 LAYERS = [
-    ["errors", "layouts"],
+    ["errors", "layouts", "interface", "words"],
     ["recipe"],
     ["plan", "ranks", "data.batch"],
     ["method", "data"],
     ["learner", "attempts", "standing", "exhibit", "dictionary", "verdicts"],
     ["train", "checkpoint", "lease", "meter", "evaluate"],
-    ["lookout", "saver"],
-    ["tensorboard_page", "pictures", "gauges"],
-    ["grafana"],
+    ["lookout", "saver", "leak_probe"],
+    ["trial", "tensorboard_page", "pictures", "health", "gauges"],
+    ["checks", "grafana"],
     ["monitor", "run_folder", "show_plan", "session", "cluster"],
-    ["board", "backbone"],
-    ["detectron2_configs", "detection"],
-    ["export", "foreign", "beside", "warm_start"],
+    ["board", "backbone", "record"],
+    ["detectron2_configs", "detection", "runs", "frame"],
+    ["export", "foreign", "beside", "warm_start", "compare", "tidy", "watch", "doctor_run"],
     ["released"],
     ["evaluations", "events", "progress"],
     ["worker"],
-    ["desk", "process_group", "restarts", "train_worker", "probe_worker"],
+    ["desk", "process_group", "restarts", "train_worker", "probe_worker", "doctor_worker"],
     ["launch"],
-    ["launch_probe"],
-    ["evaluate_run", "bench_input", "detect"],
+    ["launch_probe", "launch_doctor"],
+    ["doctor", "evaluate_run", "bench_input", "detect"],
     ["neighbours", "probe_run"],
-    ["cli_backbone", "cli_evaluate"],
+    ["cli_backbone", "cli_evaluate", "cli_health", "cli_runs"],
     ["cli"],
     ["__main__"],
 ]
 FORBIDDEN = {  # top-level module: files that may import it
-    # the last two: training on labels, with a worker and a driver of its own
-    "ray.train": {"launch.py", "process_group.py", "restarts.py", "train_worker.py", "launch_probe.py", "probe_worker.py"},
+    # the last four: training on labels, and the doctor's steps, each with a worker and a driver of its own
+    "ray.train": {"launch.py", "process_group.py", "restarts.py", "train_worker.py", "launch_probe.py", "probe_worker.py", "launch_doctor.py", "doctor_worker.py"},
     "ray.data": {"data/stream.py", "data/pack.py", "beside.py", "cluster.py"},  # the last: where its actors live, nothing of data
     "ray": {"data/stream.py", "data/pack.py", "data/on_ray.py", "session.py", "launch.py", "board.py", "cluster.py", "desk.py", "train_worker.py",
-            "process_group.py", "beside.py", "evaluations.py", "restarts.py", "gauges.py", "launch_probe.py", "probe_worker.py"},
+            "process_group.py", "beside.py", "evaluations.py", "restarts.py", "gauges.py", "launch_probe.py", "probe_worker.py",
+            "launch_doctor.py", "doctor_worker.py"},
     "ray.util.metrics": {"gauges.py"},
     "torch.distributed": {"ranks.py"},
 }

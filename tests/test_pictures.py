@@ -25,6 +25,7 @@ from moco_ray.ranks import Ranks
 from moco_ray.recipe import field_names
 from moco_ray.tensorboard_page import BESIDE, LAYOUT, TAGS, hyperparameters
 from moco_ray.train import train
+from moco_ray.verdicts import Verdict
 from tests import synthetic
 from tests.test_learning import rows_without_ray
 
@@ -174,7 +175,8 @@ def test_layout_hparams_recipe_environment_and_verdicts_are_in_the_run_and_no_fu
     journal.begun(0, code, ["a", "b"], ["GPU x, 80 GiB", "CPU y, 2 CPUs"])
     scalars = {name: 0.5 for name in TAGS if name not in ("verdicts", "knn_top1")}
     journal.record({**scalars, "step": 1, "chance_loss": 5.0}, [])
-    journal.event("verdict", 2, "stale dictionary: queued keys are 8 times easier. They are old. Raise m", name="stale_dictionary")
+    stale = Verdict("stale_dictionary", 2, "queued keys are 8 times easier", "they are old", "raise m")
+    journal.event("verdict", 2, stale.text, **{name: value for name, value in stale._asdict().items() if name != "step"})
     journal.record({**scalars, "step": 3, "chance_loss": 5.0}, [])
     journal.close()
     page = seen(tmp_path / "tensorboard")
@@ -192,7 +194,7 @@ def test_layout_hparams_recipe_environment_and_verdicts_are_in_the_run_and_no_fu
     assert "queue_keys = 100" in words["recipe"][0] and "| chance loss | 4.615" in words["recipe"][0]
     for part in ("abc, with changes", "| torch | 2.14 |", "| worker 1 | b: CPU y, 2 CPUs |"):
         assert part in words["environment"][0]
-    assert words["events/verdicts"][0].startswith("No verdict") and "| 2 | stale dictionary | stale dictionary: queued" in words["events/verdicts"][-1]
+    assert words["events/verdicts"][0].startswith("No verdict") and "| 2 | stale dictionary | queued keys are 8 times easier | they are old | raise m |" in words["events/verdicts"][-1]
     assert sorted(p.name for p in (tmp_path / "tensorboard").iterdir() if p.is_dir()) == ["reference"]
     assert "_hparams_/session_start_info" in page.summary_metadata
 
@@ -205,7 +207,7 @@ def test_runs_are_compared_by_the_recipe_s_values():
 
 def test_another_driver_counts_the_verdicts_of_the_one_before(source, tmp_path):
     first = Journal(Store(str(tmp_path)), source.plan, 0)
-    first.event("verdict", 2, "collapse: ..", name="collapse")
+    first.event("verdict", 2, "collapse: ..", name="collapse", seen="..", means="..", change="..")
     first.close()
     second = Journal(Store(str(tmp_path)), source.plan, 0)
     second.record({"step": 3, "loss": 1.0, "chance_loss": 5.0}, [])

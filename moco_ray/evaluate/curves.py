@@ -1,6 +1,7 @@
 """One page of a run's curves, drawn from its metrics.jsonl.
 
-Responsible for reading that file and for the PNG. Not responsible for what is measured (see monitor.py).
+Responsible for reading that file, for the PNG, and for the parts that another page of curves is made of (health_page.py).
+Not responsible for what is measured (see monitor.py).
 """
 
 import json
@@ -16,7 +17,7 @@ from moco_ray.errors import UserError
 
 PAGE_INCHES = (11.0, 12.5)
 DOTS_PER_INCH = 120
-COLOURS = ("#1f5fa8", "#d1662a")
+COLOURS = ("#1f5fa8", "#d1662a", "#3d8a53", "#8a5a9e")
 QUIET, SHADE = "#777777", "#f3dfa6"
 SHOW_POINTS = 30  # a curve of fewer points shows each of them
 
@@ -38,11 +39,31 @@ class Panel(NamedTuple):
     waits_for_queue: bool = False  # means nothing while the queue holds random vectors
 
 
+class Page(NamedTuple):
+    """What is around and across the panels."""
+
+    title: str
+    footer: str = "The number beside a name is its last value."
+    columns: int = 2
+    inches: tuple[float, float] = PAGE_INCHES  # width, height
+    marks: tuple["Mark", ...] = ()
+    filling: str = "queue filling: loss and accuracy mean nothing yet"  # over a shaded panel; "" where the footer says so
+
+
 class Curve(NamedTuple):
     """The points of one metric."""
 
     steps: list[int]
     values: list[float]
+
+
+class Mark(NamedTuple):
+    """Something that happened at a step: a line across every panel, with a short text at its upper end."""
+
+    step: int
+    text: str  # "" for a line alone
+    colour: str
+    style: str = "-"  # of the line
 
 
 PANELS = (
@@ -69,21 +90,34 @@ def draw_curves(metrics_path: Path, png_path: Path, title: str) -> list[str]:
     the file is missing, without metrics, or not of this kind.
     """
     curves = _read(Path(metrics_path))
-    figure = Figure(figsize=PAGE_INCHES, layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.12, w_pad=0.12)
-    figure.suptitle(title, fontsize=14, fontweight="bold")
-    figure.supxlabel("The number beside a name is its last value.", fontsize=8.5, color=QUIET)
-    axes = figure.subplots(len(PANELS) // 2, 2)
-    last_step = max(curve.steps[-1] for curve in curves.values())
-    filled_at = _filled_at(curves)
-    for axis, panel in zip(axes.flat, PANELS, strict=True):
-        axis.set_xlim(0, 1.02 * last_step or 1)
-        _draw_panel(axis, panel, curves, filled_at if panel.waits_for_queue else 0)
+    figure = draw_page(PANELS, curves, Page(title))
     part = Path(png_path).with_suffix(".part")
     part.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(part, format="png", dpi=DOTS_PER_INCH)
     part.replace(png_path)
     return [metric.name for panel in PANELS for metric in panel.metrics if metric.name in curves]
+
+
+def draw_page(panels: tuple[Panel, ...], curves: dict[str, Curve], page: Page) -> Figure:
+    """The panels row by row; the caller saves them. `curves` are not empty.
+
+    The stretch in which the queue was filling is shaded where a panel means nothing meanwhile.
+    """
+    figure = Figure(figsize=page.inches, layout="constrained")
+    figure.get_layout_engine().set(h_pad=0.12, w_pad=0.12)
+    figure.suptitle(page.title, fontsize=14, fontweight="bold")
+    figure.supxlabel(page.footer, fontsize=8.5, color=QUIET, **({"x": 0.01, "ha": "left"} if "\n" in page.footer else {}))
+    columns = page.columns
+    axes = figure.subplots(math.ceil(len(panels) / columns), columns, squeeze=False)
+    last_step = max(curve.steps[-1] for curve in curves.values())
+    filled_at = _filled_at(curves)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        axis.set_xlim(0, 1.02 * last_step or 1)
+        if _draw_panel(axis, panel, curves, filled_at if panel.waits_for_queue else 0, page.filling):
+            _draw_marks(axis, page.marks)
+    return figure
 
 
 def _read(path: Path) -> dict[str, Curve]:
@@ -119,7 +153,8 @@ def _filled_at(curves: dict[str, Curve]) -> int:
     return next((step for step, value in zip(*fill, strict=True) if value >= 1.0), fill.steps[-1])
 
 
-def _draw_panel(axis: Axes, panel: Panel, curves: dict[str, Curve], filled_at: int) -> None:
+def _draw_panel(axis: Axes, panel: Panel, curves: dict[str, Curve], filled_at: int, filling: str) -> bool:
+    """Whether there was anything to draw."""
     axis.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", pad=22)
     axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(labelsize=9, color=QUIET)
@@ -129,9 +164,9 @@ def _draw_panel(axis: Axes, panel: Panel, curves: dict[str, Curve], filled_at: i
     if not drawn:
         axis.text(0.5, 0.5, "not recorded in this run", transform=axis.transAxes, ha="center", color=QUIET)
         axis.set_yticks([])
-        return
+        return False
     if filled_at:
-        _mark_filling(axis, filled_at)
+        _mark_filling(axis, filled_at, filling)
     for metric, colour in zip(drawn, COLOURS, strict=False):
         _draw_curve(axis, metric, curves[metric.name], colour, panel.share)
     if panel.share:
@@ -140,17 +175,31 @@ def _draw_panel(axis: Axes, panel: Panel, curves: dict[str, Curve], filled_at: i
     axis.grid(color="#e6e6e6", linewidth=0.8)
     axis.set_axisbelow(True)
     legend = axis.legend(  # above the axes: in them it might hide a curve
-        loc="lower left", bbox_to_anchor=(0, 1), ncols=2, fontsize=8.5, frameon=False,
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=8.5, frameon=False,
         borderaxespad=0.3, borderpad=0, handlelength=1.5, columnspacing=1.5,
     )  # fmt: skip
     legend.set_in_layout(False)  # the layout would make the axes narrow for it
+    return True
 
 
-def _mark_filling(axis: Axes, filled_at: int) -> None:
+def _draw_marks(axis: Axes, marks: tuple[Mark, ...]) -> None:
+    for mark in marks:
+        axis.axvline(mark.step, color=mark.colour, linestyle=mark.style, linewidth=1.0, zorder=1.5)
+        if mark.text:
+            axis.annotate(
+                mark.text, xy=(mark.step, 1), xycoords=("data", "axes fraction"), xytext=(0, -1), textcoords="offset points",
+                ha="center", va="top", fontsize=7.5, color="white", fontweight="bold", annotation_clip=True,
+                bbox={"facecolor": mark.colour, "edgecolor": "none", "pad": 1.8},
+            ).set_in_layout(False)  # fmt: skip
+
+
+def _mark_filling(axis: Axes, filled_at: int, words: str) -> None:
     """Shade the steps before the queue is full, and say in the title's row, in the same colour, what that means."""
     axis.axvspan(0, filled_at, color=SHADE, linewidth=0)
+    if not words:
+        return
     axis.annotate(
-        "queue filling: loss and accuracy mean nothing yet",
+        words,
         xy=(1, 1), xycoords="axes fraction", xytext=(0, 24), textcoords="offset points",
         ha="right", va="bottom", fontsize=8, bbox={"facecolor": SHADE, "edgecolor": "none", "pad": 2.5},
     ).set_in_layout(False)  # fmt: skip
