@@ -17,6 +17,7 @@ from moco_ray.cluster import living, nodes_leaving, recount
 from moco_ray.errors import NonFinite, UserError
 from moco_ray.evaluations import Evaluations
 from moco_ray.events import Events
+from moco_ray.gauges import Gauges
 from moco_ray.lease import Lease
 from moco_ray.monitor import Journal
 from moco_ray.pictures import Gallery
@@ -45,11 +46,12 @@ class Desk:
         evaluations: Evaluations,
         waiting: Callable[[], str],
         gallery: Gallery,
+        gauges: Gauges,
     ):
         """`waiting()` says in words what is waited for; asked while there are no workers."""
         self._board, self._journal, self._progress, self._plan = board, journal, progress, plan
         self._lease, self._evaluations, self._waiting_for = lease, evaluations, waiting
-        self._gallery = gallery
+        self._gallery, self._gauges = gallery, gauges
         self._nodes: set[str] = set()  # ids, of this attempt's workers
         self.events = Events(self._happened, journal.last_step, journal.counters)
         self._heard = 0  # number of the last message
@@ -145,6 +147,8 @@ class Desk:
         if new and "loss" in entry:
             self._tell(self._journal.judge(entry))
         self._progress.show(entry, new)
+        if new:
+            self._gauges.show({**entry, "verdicts": self._journal.verdict_count})
         if "knn_top1" in entry and new:
             with contextlib.suppress(UserError):
                 self._journal.sync()  # before its checkpoint is let go
@@ -205,4 +209,5 @@ class Desk:
 
     def _happened(self, kind: str, step: int, text: str, **facts: Any) -> None:
         self._journal.event(kind, step, text, **facts)
+        self._gauges.show({**facts, "verdicts": self._journal.verdict_count})
         self._progress.say(text)

@@ -26,6 +26,7 @@ from moco_ray.desk import Desk
 from moco_ray.errors import UserError
 from moco_ray.evaluate.features import LabelledSet, labelled_sets
 from moco_ray.evaluations import Evaluations
+from moco_ray.gauges import Gauges
 from moco_ray.lease import Lease
 from moco_ray.method.encoder import refuse_emulated_precision
 from moco_ray.monitor import Journal
@@ -161,8 +162,9 @@ def _carry(surveyed: Surveyed, folder: RunFolder, workers: Workers, lease: Lease
         evaluations = Evaluations(run, plan, surveyed.sets, room.helpers, journal.evaluated)
         # A run that carries on one of the released code began at that one's step.
         gallery = Gallery(surveyed.manifest, plan, min((attempt.from_step for attempt in attempts.all_of(run)), default=start))
+        gauges = Gauges(run.uri.rstrip("/").rpartition("/")[2], plan)
         try:
-            with Desk(board, journal, progress, plan, lease, evaluations, lambda: room.words(workers), gallery) as desk:
+            with Desk(board, journal, progress, plan, lease, evaluations, lambda: room.words(workers), gallery, gauges) as desk:
                 if start < plan.total_steps:
                     _fit(Job(run.uri, str(workers), board, None if evaluations.beside else surveyed.sets), folder, workers, room, debug)
                 if not _finished(folder, surveyed):

@@ -31,6 +31,7 @@ from moco_ray.tensorboard_page import (
     events_text,
     picture,
     recipe_text,
+    references,
     summaries,
     verdicts_text,
 )
@@ -134,6 +135,11 @@ class Journal:
         for tag, counts in histograms.items():
             self._writers["run"].add_histogram_raw(tag, **counts, global_step=step)
 
+    @property
+    def verdict_count(self) -> int:
+        """How many were raised so far, by any driver."""
+        return len(self._verdicts)
+
     def sync(self) -> None:
         """Bring all that was written to the storage. Raises UserError if it does not take it; nothing is lost then.
 
@@ -195,8 +201,8 @@ class Journal:
         _wait_for_a_new_second(folder)
         self._writers = {
             "run": SummaryWriter(str(folder), purge_step=purge, flush_secs=20),
-            # A second small run under the same tag, so that chance is a line beside the loss.
-            "chance": SummaryWriter(str(folder / "chance"), purge_step=purge, flush_secs=20),
+            # A second small run under the same tags, so that what to compare with, as chance, is a line beside the loss.
+            "reference": SummaryWriter(str(folder / "reference"), purge_step=purge, flush_secs=20),
         }
 
     def _introduce(self, step: int) -> None:
@@ -204,7 +210,7 @@ class Journal:
         for summary in summaries(self._plan):
             self._writers["run"].file_writer.add_summary(summary, step)
         self._writers["run"].add_text("recipe", recipe_text(self._plan), step)
-        self._writers["run"].add_text("verdicts", verdicts_text(self._verdicts), max(step, self._furthest))
+        self._writers["run"].add_text("events/verdicts", verdicts_text(self._verdicts), max(step, self._furthest))
 
     def _event_files(self, writer: SummaryWriter) -> list[Path]:
         return sorted(Path(writer.log_dir).glob("events.*"), key=lambda path: path.stat().st_mtime_ns)
@@ -215,8 +221,9 @@ class Journal:
         for name, tag in TAGS.items():
             if name in entry:
                 self._writers["run"].add_scalar(tag, entry[name], **where)
+        for tag, value in references(entry, self._plan).items():
+            self._writers["reference"].add_scalar(tag, value, **where)
         if "loss" in entry:
-            self._writers["chance"].add_scalar(TAGS["loss"], entry["chance_loss"], **where)
             raised = sum(verdict["step"] <= entry["step"] for verdict in self._verdicts)
             self._writers["run"].add_scalar(TAGS["verdicts"], raised, **where)  # a flat 0 is what a healthy run shows
 
@@ -227,7 +234,7 @@ class Journal:
         self._writers["run"].add_text("events", events_text(self._story), self._furthest, line["wall_time"])
         if line["kind"] == "verdict":
             self._verdicts.append(line)
-            self._writers["run"].add_text("verdicts", verdicts_text(self._verdicts), self._furthest, line["wall_time"])
+            self._writers["run"].add_text("events/verdicts", verdicts_text(self._verdicts), self._furthest, line["wall_time"])
 
     def _draw_counters(self, line: dict[str, Any]) -> None:
         self._furthest = max(self._furthest, line["step"])  # a restart's line is of an earlier step; no curve goes back

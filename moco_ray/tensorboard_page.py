@@ -22,12 +22,12 @@ TAGS = {  # the tag in TensorBoard of each scalar of metrics.jsonl; what stands 
     "gradient_norm": "learning/gradient_norm",
     "weight_norm": "learning/weight_norm",
     "knn_top1": "evaluation/knn_top1_backbone_features",
-    "knn_top1_untrained": "evaluation/knn_top1_untrained_backbone",
     "knn_left_out": "evaluation/images_left_out",
     "evaluation_seconds": "evaluation/seconds",
     "queue_fill": "dictionary/queue_fill",
     "positive_similarity": "dictionary/positive_similarity",
     "negative_similarity": "dictionary/negative_similarity",
+    "step_positive_similarity": "dictionary/step_positive_similarity",
     "step_similarity": "dictionary/step_similarity",
     "queue_top1": "dictionary/queue_top1",
     "fresh_top1": "dictionary/fresh_top1",
@@ -61,35 +61,38 @@ TAGS = {  # the tag in TensorBoard of each scalar of metrics.jsonl; what stands 
     "seconds_lost": "system/seconds_lost",
     "verdicts": "events/verdicts",
 }
-LAYOUT = {  # the page "Custom Scalars": category -> chart -> scalars in it
+LAYOUT = {  # the page "Custom Scalars": category -> chart -> scalars in it; TensorBoard colours by run, so the line to compare with
+    # is in a run of its own, `reference`, under the tag of the first
     "Learning": {
-        "loss, beside chance log(K+1)": ["loss"],  # the run "chance" has the other line under the same tag
-        "kNN of the backbone, beside the untrained one": ["knn_top1", "knn_top1_untrained"],
-        "(K+1)-way top-1 and top-5": ["top1", "top5"],
+        "loss (reference: chance, log(K+1))": ["loss"],
+        "kNN of the backbone: the judge": ["knn_top1"],
+        "(K+1)-way top-1 (reference: top-5)": ["top1"],
         "learning rate": ["learning_rate"],
         "norm of the gradient": ["gradient_norm"],
         "norm of the weights": ["weight_norm"],
     },
     "Dictionary": {
-        "top-1 among queued keys, beside fresh ones (queued far above fresh: stale)": ["queue_top1", "fresh_top1"],
-        "similarity of a query: its key, queued keys, the step's other keys": ["positive_similarity", "negative_similarity", "step_similarity"],
-        "softmax mass by age of key (a quarter each: healthy)": ["mass_newest", "mass_newer", "mass_older", "mass_oldest"],
-        "age of keys, epochs": ["oldest_key_age_epochs", "mean_key_age_epochs"],
-        "age of keys, steps": ["oldest_key_age_steps", "mean_key_age_steps"],
-        "queue filled (below 1 nothing else here counts); queues equal on all ranks": ["queue_fill", "queues_equal"],
+        "top-1 among queued keys (reference: among fresh ones; far above it: stale)": ["queue_top1"],
+        "similarity of a query and its key (reference: queued keys; together near 1: collapse)": ["positive_similarity"],
+        "softmax mass by age of key (reference: a quarter)": ["mass_newest", "mass_newer", "mass_older", "mass_oldest"],
+        "queue filled (below 1 nothing else here counts)": ["queue_fill"],
+        "age of the oldest key, epochs (reference: mean)": ["oldest_key_age_epochs"],
+        "age of the oldest key, steps (reference: mean)": ["oldest_key_age_steps"],
         "drift: cosine of a key and itself encoded anew as it leaves": ["drift"],
-        "effective rank of the step's keys (falling to 1: collapse)": ["effective_rank"],
-        "spread of the step's keys (1: even, 0: collapse)": ["key_spread"],
-        "uniformity (lower: more even)": ["uniformity"],
-        "own BatchNorm group's keys, standard deviations (beyond 0.25: leak)": ["mate_z"],
+        "effective rank of the step's keys (reference: their dimensions; near 1: collapse)": ["effective_rank"],
+        "spread of the step's keys (reference: even; near 0: collapse)": ["key_spread"],
+        "uniformity of the step's keys (lower: more even)": ["uniformity"],
+        "similarity of a query and the step's other keys": ["step_similarity"],
+        "own BatchNorm group's keys, deviations (beyond the reference: leak)": ["mate_z"],
         "softmax mass on older keys of the query's own image": ["own_image_mass"],
         "older keys of the query's own image in the queue": ["own_image_keys"],
         "distance of key encoder and query encoder": ["parameter_distance"],
         "share of the key encoder that a step moves (0: frozen)": ["key_moved_share"],
+        "queues equal on all ranks (1: yes)": ["queues_equal"],
     },
     "Input": {
         "images a second": ["images_per_second"],
-        "share of time waiting for images (above 0.1: give it CPUs)": ["input_wait_share"],
+        "share of time waiting for images (above the reference: give it CPUs)": ["input_wait_share"],
         "unreadable images of the epoch": ["bad_rows"],
         "share of duplicates among the images": ["duplicate_share"],
     },
@@ -106,6 +109,18 @@ LAYOUT = {  # the page "Custom Scalars": category -> chart -> scalars in it
     },
 }
 COMPARED = ("loss", "knn_top1", "queue_top1", "fresh_top1", "effective_rank", "images_per_second", "verdicts")  # in HParams
+BESIDE = {  # scalar -> the scalar, or the number, that is its reference
+    "loss": "chance_loss",
+    "top1": "top5",
+    "queue_top1": "fresh_top1",
+    "positive_similarity": "negative_similarity",
+    "mass_newest": 0.25,
+    "oldest_key_age_epochs": "mean_key_age_epochs",
+    "oldest_key_age_steps": "mean_key_age_steps",
+    "key_spread": 1.0,
+    "mate_z": 0.25,
+    "input_wait_share": 0.1,
+}
 HEALTHY = "No verdict was raised so far. What is watched for: stale dictionary, collapse, batch norm that leaks, loss at chance, \
 false negatives, duplicates, learning rate too high, frozen key encoder, queues that differ, waiting for images."
 
@@ -118,6 +133,13 @@ def summaries(plan: Plan) -> list[Summary]:
     }
     metrics = {TAGS[name]: 0.0 for name in COMPARED}
     return [custom_scalars(layout), *hparams(hyperparameters(plan), metrics)]
+
+
+def references(entry: dict[str, Any], plan: Plan) -> dict[str, float]:
+    """tag -> what the scalar of `entry` that has this tag is to be compared with."""
+    known = {name: entry.get(other) if isinstance(other, str) else other for name, other in BESIDE.items()}
+    known["effective_rank"] = plan.recipe.encoder.feature_dim
+    return {TAGS[name]: value for name, value in known.items() if name in entry and value is not None}
 
 
 def hyperparameters(plan: Plan) -> dict[str, float | str | bool]:
@@ -158,8 +180,8 @@ def verdicts_text(raised: Sequence[dict[str, Any]]) -> str:
     """The verdicts among the events as a table in Markdown, the newest first, or what it means that there is none."""
     if not raised:
         return HEALTHY
-    return _rows(("step", "verdict", "what was seen, what it means, what to change"), [
-        (event["step"], event.get("name", "").replace("_", " "), event["text"]) for event in reversed(raised)
+    return _rows(("step", "verdict", "seen", "what it means", "what to change"), [
+        (event["step"], event["name"].replace("_", " "), event["seen"], event["means"], event["change"]) for event in reversed(raised)
     ])  # fmt: skip
 
 

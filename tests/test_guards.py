@@ -21,8 +21,8 @@ LAYERS = [
     ["learner", "attempts", "standing", "exhibit", "dictionary", "verdicts"],
     ["train", "checkpoint", "lease", "meter", "evaluate"],
     ["lookout", "saver", "leak_probe"],
-    ["trial", "tensorboard_page", "pictures", "health"],
-    ["checks"],
+    ["trial", "tensorboard_page", "pictures", "health", "gauges"],
+    ["checks", "grafana"],
     ["monitor", "run_folder", "show_plan", "session", "cluster"],
     ["board", "backbone", "record"],
     ["detectron2_configs", "detection", "runs", "frame"],
@@ -44,8 +44,9 @@ FORBIDDEN = {  # top-level module: files that may import it
     "ray.train": {"launch.py", "process_group.py", "restarts.py", "train_worker.py", "launch_probe.py", "probe_worker.py", "launch_doctor.py", "doctor_worker.py"},
     "ray.data": {"data/stream.py", "data/pack.py", "beside.py", "cluster.py"},  # the last: where its actors live, nothing of data
     "ray": {"data/stream.py", "data/pack.py", "data/on_ray.py", "session.py", "launch.py", "board.py", "cluster.py", "desk.py", "train_worker.py",
-            "process_group.py", "beside.py", "evaluations.py", "restarts.py", "launch_probe.py", "probe_worker.py",
+            "process_group.py", "beside.py", "evaluations.py", "restarts.py", "gauges.py", "launch_probe.py", "probe_worker.py",
             "launch_doctor.py", "doctor_worker.py"},
+    "ray.util.metrics": {"gauges.py"},
     "torch.distributed": {"ranks.py"},
 }
 

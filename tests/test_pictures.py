@@ -23,8 +23,9 @@ from moco_ray.pictures import Gallery
 from moco_ray.plan import Plan
 from moco_ray.ranks import Ranks
 from moco_ray.recipe import field_names
-from moco_ray.tensorboard_page import LAYOUT, TAGS, hyperparameters
+from moco_ray.tensorboard_page import BESIDE, LAYOUT, TAGS, hyperparameters
 from moco_ray.train import train
+from moco_ray.verdicts import Verdict
 from tests import synthetic
 from tests.test_learning import rows_without_ray
 
@@ -163,7 +164,8 @@ def test_a_storage_that_gives_no_image_costs_the_wall_and_nothing_else(source, s
 def test_the_page_names_every_scalar_once_and_charts_only_scalars_that_there_are():
     charted = [name for charts in LAYOUT.values() for names in charts.values() for name in names]
     assert set(charted) <= set(TAGS) and len(charted) == len(set(charted))
-    assert set(TAGS) - set(charted) == {"top1_gap", "knn_left_out"}  # on the page Scalars
+    beside = {name for name in BESIDE.values() if isinstance(name, str)} - {"chance_loss"}  # drawn as references
+    assert set(TAGS) - set(charted) - beside == {"top1_gap", "step_positive_similarity", "knn_left_out"}  # on the page Scalars
     assert len(set(TAGS.values())) == len(TAGS)
 
 
@@ -173,7 +175,8 @@ def test_layout_hparams_recipe_environment_and_verdicts_are_in_the_run_and_no_fu
     journal.begun(0, code, ["a", "b"], ["GPU x, 80 GiB", "CPU y, 2 CPUs"])
     scalars = {name: 0.5 for name in TAGS if name not in ("verdicts", "knn_top1")}
     journal.record({**scalars, "step": 1, "chance_loss": 5.0}, [])
-    journal.event("verdict", 2, "stale dictionary: queued keys are 8 times easier. They are old. Raise m", name="stale_dictionary")
+    stale = Verdict("stale_dictionary", 2, "queued keys are 8 times easier", "they are old", "raise m")
+    journal.event("verdict", 2, stale.text, **{name: value for name, value in stale._asdict().items() if name != "step"})
     journal.record({**scalars, "step": 3, "chance_loss": 5.0}, [])
     journal.close()
     page = seen(tmp_path / "tensorboard")
@@ -182,13 +185,17 @@ def test_layout_hparams_recipe_environment_and_verdicts_are_in_the_run_and_no_fu
     assert {f"^{tag}$" for tag in TAGS.values()} >= {tag for c in layout.category for chart in c.chart for tag in chart.multiline.tag}
     assert set(TAGS.values()) - set(page.Tags()["scalars"]) == {TAGS["knn_top1"]}
     assert [(point.step, point.value) for point in page.Scalars(TAGS["verdicts"])] == [(1, 0), (3, 1)]
+    beside = seen(tmp_path / "tensorboard" / "reference")
+    values = {tag: beside.Scalars(tag)[0].value for tag in beside.Tags()["scalars"]}
+    assert set(values) == {TAGS[name] for name in [*BESIDE, "effective_rank"]}
+    assert values["learning/loss"] == 5.0 and values["dictionary/effective_rank"] == 16 and values["dictionary/queue_top1"] == 0.5
     words = {name: [t.tensor_proto.string_val[0].decode() for t in page.Tensors(f"{name}/text_summary")] for name in
-             ("recipe", "environment", "verdicts", "events")}  # fmt: skip
+             ("recipe", "environment", "events/verdicts", "events")}  # fmt: skip
     assert "queue_keys = 100" in words["recipe"][0] and "| chance loss | 4.615" in words["recipe"][0]
     for part in ("abc, with changes", "| torch | 2.14 |", "| worker 1 | b: CPU y, 2 CPUs |"):
         assert part in words["environment"][0]
-    assert words["verdicts"][0].startswith("No verdict") and "| 2 | stale dictionary | stale dictionary: queued" in words["verdicts"][-1]
-    assert sorted(p.name for p in (tmp_path / "tensorboard").iterdir() if p.is_dir()) == ["chance"]
+    assert words["events/verdicts"][0].startswith("No verdict") and "| 2 | stale dictionary | queued keys are 8 times easier | they are old | raise m |" in words["events/verdicts"][-1]
+    assert sorted(p.name for p in (tmp_path / "tensorboard").iterdir() if p.is_dir()) == ["reference"]
     assert "_hparams_/session_start_info" in page.summary_metadata
 
 
@@ -200,7 +207,7 @@ def test_runs_are_compared_by_the_recipe_s_values():
 
 def test_another_driver_counts_the_verdicts_of_the_one_before(source, tmp_path):
     first = Journal(Store(str(tmp_path)), source.plan, 0)
-    first.event("verdict", 2, "collapse: ..", name="collapse")
+    first.event("verdict", 2, "collapse: ..", name="collapse", seen="..", means="..", change="..")
     first.close()
     second = Journal(Store(str(tmp_path)), source.plan, 0)
     second.record({"step": 3, "loss": 1.0, "chance_loss": 5.0}, [])

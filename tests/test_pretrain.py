@@ -155,7 +155,7 @@ def test_tensorboard_has_every_scalar_once_a_step_and_chance_beside_the_loss(run
     ):  # fmt: skip
         assert [event.step for event in scalars.Scalars(tag)] == LOGGED, tag
     assert [event.step for event in scalars.Scalars("evaluation/knn_top1_backbone_features")] == EVALUATED
-    chance = EventAccumulator(str(folder / "tensorboard" / "chance"), size_guidance={"scalars": 0}).Reload()
+    chance = EventAccumulator(str(folder / "tensorboard" / "reference"), size_guidance={"scalars": 0}).Reload()
     assert {round(event.value, 3) for event in chance.Scalars("learning/loss")} == {5.303}  # log(201)
 
 
