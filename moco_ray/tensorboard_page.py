@@ -64,12 +64,12 @@ TAGS = {  # the tag in TensorBoard of each scalar of metrics.jsonl; what stands 
 LAYOUT = {  # the page "Custom Scalars": category -> chart -> scalars in it; TensorBoard colours by run, so the line to compare with
     # is in a run of its own, `reference`, under the tag of the first
     "Learning": {
+        "verdicts raised (0: healthy; their words: page Text)": ["verdicts"],
         "loss (reference: chance, log(K+1))": ["loss"],
         "kNN of the backbone: the judge": ["knn_top1"],
         "(K+1)-way top-1 (reference: top-5)": ["top1"],
         "learning rate": ["learning_rate"],
         "norm of the gradient": ["gradient_norm"],
-        "norm of the weights": ["weight_norm"],
     },
     "Dictionary": {
         "top-1 among queued keys (reference: among fresh ones; far above it: stale)": ["queue_top1"],
@@ -87,6 +87,7 @@ LAYOUT = {  # the page "Custom Scalars": category -> chart -> scalars in it; Ten
         "softmax mass on older keys of the query's own image": ["own_image_mass"],
         "older keys of the query's own image in the queue": ["own_image_keys"],
         "distance of key encoder and query encoder": ["parameter_distance"],
+        "norm of the weights": ["weight_norm"],
         "share of the key encoder that a step moves (0: frozen)": ["key_moved_share"],
         "queues equal on all ranks (1: yes)": ["queues_equal"],
     },
@@ -102,7 +103,6 @@ LAYOUT = {  # the page "Custom Scalars": category -> chart -> scalars in it; Ten
         "seconds of an evaluation": ["evaluation_seconds"],
     },
     "Events": {
-        "verdicts raised (0: healthy; their words: page Text)": ["verdicts"],
         "restarts": ["restarts"],
         "steps computed again": ["steps_recomputed"],
         "seconds lost": ["seconds_lost"],
