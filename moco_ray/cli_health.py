@@ -43,7 +43,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _doctor_run(arguments: argparse.Namespace) -> int:
     from moco_ray.data.storage import Store
-    from moco_ray.run_folder import FACTS, RunFolder
+    from moco_ray.run_folder import FACTS
 
     if Store.at(arguments.what).size(FACTS) is None:
         raise UserError(f"{arguments.what} is neither a recipe (a TOML file) nor a run folder (it has no {FACTS}); the presets lie in jobs/")
@@ -52,4 +52,4 @@ def _doctor_run(arguments: argparse.Namespace) -> int:
         raise UserError(f"doctor RUN looks at a run as it was and takes no {given[0]}; give a recipe to check a new one")
     from moco_ray.doctor_run import report
 
-    return report(RunFolder.existing(arguments.what), arguments.json)
+    return report(arguments.what, arguments.json)

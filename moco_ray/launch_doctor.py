@@ -21,6 +21,7 @@ from moco_ray.restarts import one_line, user_error
 from moco_ray.session import Room
 from moco_ray.trial import Trial, trial_plan
 
+NO_MEMORY = ("out of memory", "can't allocate memory")  # in what torch says, of a GPU and of a CPU
 START_SECONDS, STARTS = "60", 2  # for the group of workers to come about
 
 
@@ -62,6 +63,6 @@ def cause_of(error: Exception) -> str:
     failures = getattr(error, "worker_failures", {})
     first = failures[min(failures)] if failures else error
     text = one_line(first)
-    if "OutOfMemory" in repr(first) or "out of memory" in text:
-        return f"{text}; run.groups_per_forward=1 computes the same in less memory, or use more workers"
+    if "OutOfMemory" in repr(first) or any(words in text for words in NO_MEMORY):
+        return f"{text}; run.groups_per_forward=1 computes the same in less memory, as do more workers or a smaller contrast.queue_keys"
     return f"{text}; with --debug the whole story is shown"

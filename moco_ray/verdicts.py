@@ -8,7 +8,7 @@ thresholds are where the runs of tests/ill_runs.py part from the healthy ones; R
 
 from collections import deque
 from collections.abc import Callable
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from moco_ray.plan import Plan
@@ -81,7 +81,7 @@ class Watch:
 
     def look(self, entry: dict[str, Any]) -> list[Verdict]:
         """The verdicts that this record of metrics.jsonl raises. Records come in the order of their steps; others than training's say nothing."""
-        if "loss" not in entry:
+        if "loss" not in entry or "queue_fill" not in entry:
             return []
         self.step, self.fill = entry["step"], entry["queue_fill"]
         self.records.append(entry)
@@ -254,7 +254,7 @@ def _loss_at_chance(watch: Watch) -> Finding | None:
 
 def _input_bound(watch: Watch) -> Finding | None:
     waits = [entry["input_wait_share"] for entry in watch.records if "input_wait_share" in entry]
-    if len(waits) < LOOKS or (share := fmean(waits)) < WAITING:
+    if len(waits) < LOOKS or (share := median(waits)) < WAITING:
         return None
     return Finding(
         f"workers wait for images {share:.0%} of the time",

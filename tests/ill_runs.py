@@ -59,6 +59,7 @@ class Case(NamedTuple):
     data: str = "plain"
     broken: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     pace: float = 0.0  # seconds that the input takes for a step
+    steps: int = STEPS  # of the run
 
 
 def no_shuffle():
@@ -79,8 +80,8 @@ CASES = {
     "T = 5": Case("loss_at_chance", 200, {"contrast": {"temperature": 5.0}}),
     "rate 1e-6": Case("loss_at_chance", 200, {"optimizer": {"learning_rate": 1e-6}}),
     "K ten times the rows": Case("false_negatives", 60, {"contrast": {"queue_keys": 10 * FEW_ROWS}}, "few"),
-    "queue never full": Case("queue_not_filled", 130, {"contrast": {"queue_keys": 4 * ROWS}}),
-    "input throttled": Case("input_bound", 60, pace=0.6),
+    "queue full after the run": Case("queue_not_filled", 60, {"contrast": {"queue_keys": 7000}}, steps=100),
+    "input throttled": Case("input_bound", 60, pace=0.6, steps=100),
     "5 % duplicates": Case("duplicates", 30, data="duplicates"),
 }
 
@@ -97,10 +98,11 @@ def make_data(folder: Path) -> None:
         pq.write_table(pa.concat_tables([kept, table.slice(0, copied)]), path)
 
 
-def carry(case: Case, folder: Path, until: int = STEPS) -> tuple[list[dict[str, Any]], Plan]:
-    """The records of the first `until` steps of the run, as metrics.jsonl would hold them, and its plan."""
+def carry(case: Case, folder: Path, until: int | None = None) -> tuple[list[dict[str, Any]], Plan]:
+    """The records of the first `until` steps of the run, or of all, as metrics.jsonl would hold them, and its plan."""
     torch.set_num_threads(2)
     values = {section: dict(table) for section, table in VALUES.items()}
+    values["schedule"]["steps"] = case.steps
     for section, table in case.changes.items():
         values[section] |= table
     recipe = Recipe.parse(values)
@@ -115,7 +117,7 @@ def carry(case: Case, folder: Path, until: int = STEPS) -> tuple[list[dict[str, 
         return torch.from_numpy(rows_of_slots(keys.steps.numpy(), keys.position, plan, source.order))
 
     outputs = Outputs(record, lambda learner: None, None, rows_of_slots=whereabouts)
-    rows = itertools.islice(meter.timed(paced(rows_without_ray(source), case.pace)), until)
+    rows = itertools.islice(meter.timed(paced(rows_without_ray(source), case.pace)), until or case.steps)
     with case.broken(), contextlib.suppress(NonFinite, StopIteration):
         train(learner, rows, plan, ranks, outputs)
     return entries, plan

@@ -14,6 +14,7 @@ from moco_ray.method.queue import Queue
 from moco_ray.method.shuffle import permutation
 from moco_ray.ranks import Ranks
 from moco_ray.train import encode_keys, train
+from moco_ray.verdicts import judge
 from tests import synthetic
 
 B, GROUP, SIZE, WIDTH, T = 24, 4, 90, 6, 0.2
@@ -165,11 +166,14 @@ def test_the_number_of_ranks_changes_no_value(pool, changes, worlds):
                 assert other[name] == pytest.approx(entry[name], abs=tolerance), (world, name, entry["step"])
 
 
-def test_a_queue_that_differs_on_one_rank_is_seen_on_all(pool):
+def test_a_queue_that_differs_on_one_rank_is_seen_on_all_and_is_a_verdict_at_the_next_look(pool):
     answers = pool.run(3, carry, CHANGES, 1)
     for entries, _ in answers:
         seen = {e["step"]: e["queues_equal"] for e in entries if "queues_equal" in e}
         assert [step for step, equal in seen.items() if not equal] == [6, 8, 10]  # then step 10 has written over it
+        raised = judge(entries, synthetic.plan(synthetic.recipe(**CHANGES)))
+        assert (raised[0].step, raised[0].name) == (6, "queues_differ")
+        assert {one.name for one in raised[1:]} <= {"false_negatives", "queue_not_filled"}  # K is more than the rows, and ten steps of twenty
 
 
 def test_looking_changes_nothing_of_what_is_learned():

@@ -25,6 +25,7 @@ from moco_ray.data.prototypes import drawn_prototypes
 from moco_ray.data.segment import Source
 from moco_ray.data.survey import build_manifest
 from moco_ray.errors import StorageFailing, UserError
+from moco_ray.launch_doctor import cause_of
 from moco_ray.leak_probe import Leak
 from moco_ray.learner import Learner
 from moco_ray.plan import Plan, Workers
@@ -187,7 +188,7 @@ def test_the_folder_of_a_run_goes_to_the_report_of_runs(cluster, tmp_path, monke
     (tmp_path / "run.json").write_text("{}")
     asked = []
     monkeypatch.setitem(sys.modules, "moco_ray.doctor_run", module := ModuleType("moco_ray.doctor_run"))
-    module.report = lambda folder, json: asked.append((folder.place, json)) or 1
+    module.report = lambda place, as_json: asked.append((place, as_json)) or 1
     assert main(["doctor", str(tmp_path), "--json"]) == 1 and asked == [(str(tmp_path), True)]
     assert main(["doctor", str(tmp_path), "--workers", "2"]) == 2 and "takes no workers" in capsys.readouterr().err
 
@@ -431,6 +432,12 @@ def test_a_step_that_fails_is_told_in_one_line_and_the_rest_of_it_is_skipped(clu
     found = findings()
     assert only(found, "one step", "out of memory").cure.startswith("run.groups_per_forward=1")
     assert of(found, "skipped") == list(step.NAMES[1:])
+
+
+def test_memory_that_is_not_there_is_told_with_its_cure():
+    for text in ("DefaultCPUAllocator: can't allocate memory: you tried", "CUDA out of memory. Tried"):
+        assert "; run.groups_per_forward=1" in cause_of(RuntimeError(text))
+    assert cause_of(RuntimeError("x")).startswith("x; with --debug")
 
 
 def probed(ranks: Ranks, spoil: bool) -> Trial:

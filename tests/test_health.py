@@ -8,7 +8,8 @@ from moco_ray.data.storage import Store
 from moco_ray.monitor import Journal, read_metrics
 from moco_ray.verdicts import CONDITIONS, SILENCES, Watch, judge
 from tests import synthetic
-from tests.ill_runs import CASES, STEPS, carry, make_data
+from tests.ill_runs import CASES, carry, make_data
+from tests.object_stores import filled, use
 
 FAST = {"healthy, seed 0": 120, "m = 0": 60, "m = 1": 60, "no shuffle, groups of 4": 80, "K ten times the rows": 60, "5 % duplicates": 30}
 
@@ -20,9 +21,9 @@ def data(tmp_path_factory):
     return folder
 
 
-def raised_in(name: str, data, until: int) -> None:
+def raised_in(name: str, data, until: int | None = None) -> None:
     entries, plan = carry(CASES[name], data, until)
-    assert len(entries) == until // 10
+    assert len(entries) == (until or CASES[name].steps) // 10
     verdicts, case = judge(entries, plan), CASES[name]
     assert [one.name for one in verdicts] == ([case.verdict] if case.verdict else []), [one.text for one in verdicts]
     assert all(one.step <= case.by_step for one in verdicts)
@@ -36,7 +37,7 @@ def test_a_run_raises_the_verdict_of_what_ails_it_and_no_other(data, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_whole_of_a_run_raises_the_verdict_of_what_ails_it_and_no_other(data, name):
-    raised_in(name, data, STEPS)
+    raised_in(name, data)
 
 
 # --- conditions, on made-up records ---------------------------------------------------------------------------------
@@ -156,8 +157,9 @@ def test_a_verdict_that_was_raised_and_not_told_is_told_by_the_next_driver(tmp_p
     second.close()
 
 
-def test_health_json_reaches_object_storage_though_its_size_stays(tmp_path, moto):
-    run = Store(moto.uri("health"))
+def test_health_json_reaches_object_storage_though_its_size_stays(moto, monkeypatch):
+    use(monkeypatch, moto)
+    run = Store.at(f"s3://{filled(moto, {})}/run")
     journal = Journal(run, PLAN, 0)
     for entry in records({}, (10, 20)):
         write(journal, entry)
