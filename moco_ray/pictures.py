@@ -113,7 +113,7 @@ def wall(message: dict[str, Any], rows: np.ndarray, thumbs: dict[int, Image.Imag
     marked, and one that is the query's own image.
     """
     count, negatives = rows.shape
-    cell, head = THUMB_PIXELS + GAP, 3 * LINE + GAP
+    cell, head = THUMB_PIXELS + GAP, 3 * LINE + 2 * GAP
     line = THUMB_PIXELS + 2 * LINE + GAP
     sheet, draw = _paper((negatives + 2) * cell + 3 * GAP, head + count * line + GAP)
     step, font = message["step"], _font()
@@ -130,7 +130,8 @@ def wall(message: dict[str, Any], rows: np.ndarray, thumbs: dict[int, Image.Imag
         for n, row in enumerate(rows[q].tolist()):
             x, similarity = 3 * GAP + (n + 2) * cell, float(message["similarity"][q, n])
             own = row != UNKNOWN and row == int(message["rows"][q])
-            age = f"{step - 1 - int(message['made'][q, n])} steps" if message["made"][q, n] >= 0 else "noise"
+            old = step - 1 - int(message["made"][q, n])
+            age = f"{old} step{'s' if old > 1 else ''}" if message["made"][q, n] >= 0 else "noise"
             _thumb(sheet, draw, (x, y), thumbs.get(row), "no image yet" if row == UNKNOWN else "unreadable")
             colour = ALARM if own or similarity > message["positive"][q] else INK
             draw.text((x, y + THUMB_PIXELS + 2), f"{similarity:+.2f}  {age}", colour, font)

@@ -13,6 +13,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard.summary import custom_scalars, hparams
 
 from moco_ray.plan import Plan
+from moco_ray.verdicts import COPIES, LEAK, OWN_KEYS, RAN_AWAY, STANDS_STILL, WAITING
 
 TAGS = {  # the tag in TensorBoard of each scalar of metrics.jsonl; what stands before "/" is its group there
     "loss": "learning/loss",
@@ -64,12 +65,12 @@ TAGS = {  # the tag in TensorBoard of each scalar of metrics.jsonl; what stands 
 LAYOUT = {  # the page "Custom Scalars": category -> chart -> scalars in it; TensorBoard colours by run, so the line to compare with
     # is in a run of its own, `reference`, under the tag of the first
     "Learning": {
+        "verdicts raised (0: healthy; their words: page Text)": ["verdicts"],
         "loss (reference: chance, log(K+1))": ["loss"],
         "kNN of the backbone: the judge": ["knn_top1"],
         "(K+1)-way top-1 (reference: top-5)": ["top1"],
         "learning rate": ["learning_rate"],
         "norm of the gradient": ["gradient_norm"],
-        "norm of the weights": ["weight_norm"],
     },
     "Dictionary": {
         "top-1 among queued keys (reference: among fresh ones; far above it: stale)": ["queue_top1"],
@@ -85,16 +86,17 @@ LAYOUT = {  # the page "Custom Scalars": category -> chart -> scalars in it; Ten
         "similarity of a query and the step's other keys": ["step_similarity"],
         "own BatchNorm group's keys, deviations (beyond the reference: leak)": ["mate_z"],
         "softmax mass on older keys of the query's own image": ["own_image_mass"],
-        "older keys of the query's own image in the queue": ["own_image_keys"],
-        "distance of key encoder and query encoder": ["parameter_distance"],
-        "share of the key encoder that a step moves (0: frozen)": ["key_moved_share"],
+        "older keys of the query's own image in the queue (above the reference: K is large)": ["own_image_keys"],
+        "distance of the encoders (above the reference: the weights run away)": ["parameter_distance"],
+        "norm of the weights": ["weight_norm"],
+        "share of the key encoder that a step moves (below the reference: frozen)": ["key_moved_share"],
         "queues equal on all ranks (1: yes)": ["queues_equal"],
     },
     "Input": {
         "images a second": ["images_per_second"],
         "share of time waiting for images (above the reference: give it CPUs)": ["input_wait_share"],
         "unreadable images of the epoch": ["bad_rows"],
-        "share of duplicates among the images": ["duplicate_share"],
+        "share of duplicates among the images (above the reference: many)": ["duplicate_share"],
     },
     "System": {
         "workers": ["workers"],
@@ -102,14 +104,13 @@ LAYOUT = {  # the page "Custom Scalars": category -> chart -> scalars in it; Ten
         "seconds of an evaluation": ["evaluation_seconds"],
     },
     "Events": {
-        "verdicts raised (0: healthy; their words: page Text)": ["verdicts"],
         "restarts": ["restarts"],
         "steps computed again": ["steps_recomputed"],
         "seconds lost": ["seconds_lost"],
     },
 }
 COMPARED = ("loss", "knn_top1", "queue_top1", "fresh_top1", "effective_rank", "images_per_second", "verdicts")  # in HParams
-BESIDE = {  # scalar -> the scalar, or the number, that is its reference
+BESIDE = {  # scalar -> the scalar, or the number, that is its reference; bounds are those of the verdicts
     "loss": "chance_loss",
     "top1": "top5",
     "queue_top1": "fresh_top1",
@@ -118,8 +119,12 @@ BESIDE = {  # scalar -> the scalar, or the number, that is its reference
     "oldest_key_age_epochs": "mean_key_age_epochs",
     "oldest_key_age_steps": "mean_key_age_steps",
     "key_spread": 1.0,
-    "mate_z": 0.25,
-    "input_wait_share": 0.1,
+    "mate_z": LEAK,
+    "own_image_keys": OWN_KEYS,
+    "parameter_distance": RAN_AWAY,
+    "key_moved_share": STANDS_STILL,
+    "input_wait_share": WAITING,
+    "duplicate_share": COPIES,
 }
 HEALTHY = "No verdict was raised so far. What is watched for: stale dictionary, collapse, batch norm that leaks, loss at chance, \
 false negatives, duplicates, learning rate too high, frozen key encoder, queues that differ, waiting for images."

@@ -143,7 +143,7 @@ def test_pictures_reach_tensorboard_once_and_a_restart_takes_none_twice(source, 
     row = Gallery(source.manifest, source.plan, 0)._rows(shown[2])[0, 0]
     encoded = read_rows(source.manifest, np.array([row]))[row]
     thumb = np.asarray(pictures._square(Image.fromarray(decode(encoded, 10**6).permute(1, 2, 0).numpy())), float)
-    left, top = 3 * pictures.GAP + 2 * (96 + pictures.GAP), 3 * pictures.LINE + pictures.GAP
+    left, top = 3 * pictures.GAP + 2 * (96 + pictures.GAP), 3 * pictures.LINE + 2 * pictures.GAP
     wall = np.asarray(picture, float)[top : top + 96, left : left + 96]
     assert np.abs(wall - thumb).mean() < 4  # JPEG; another row's is 30 away
     assert sorted(page.Tags()["histograms"]) == ["similarity/positive", "similarity/queued_negative", "similarity/step_negative"]
