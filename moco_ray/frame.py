@@ -162,7 +162,7 @@ def _verdicts(record: Record, width: int) -> list[Line]:
 
 
 def _events(record: Record) -> list[Line]:
-    shown = record.events.entries[-EVENTS_SHOWN:]
+    shown = [event for event in record.events.entries if event.get("kind") != "verdict"][-EVENTS_SHOWN:]  # those stand above
     lines = [
         Line(f"{time.strftime('%H:%M', time.localtime(event.get('wall_time') or 0))}  {event.get('text', '')}", FAINT) for event in reversed(shown)
     ]

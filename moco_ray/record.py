@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, Self
 
 from moco_ray.data.storage import Store
 from moco_ray.errors import UserError
+from moco_ray.health import HEALTH
 from moco_ray.lease import EXPIRES_SECONDS, Sign, sign_of_life
 from moco_ray.plan import Plan
 from moco_ray.run_folder import FACTS, PLAN, RunFolder
 
-METRICS, EVENTS, HEALTH = "metrics.jsonl", "events.jsonl", "health.json"
+METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 END_BYTES = 4 << 20  # some thousand steps that were logged
 KNOWN_BYTES = 64  # before the end of what was read: are they as they were, the file has only grown
 

@@ -3,27 +3,10 @@
 import io
 import json
 import math
-import sys
-import types
-from typing import NamedTuple
 
 import pytest
 from matplotlib.axes import Axes
 from PIL import Image
-
-try:
-    from moco_ray.verdicts import Verdict
-except ImportError:  # until that module is there
-
-    class Verdict(NamedTuple):
-        name: str
-        step: int
-        seen: str
-        means: str
-        change: str
-
-    sys.modules["moco_ray.verdicts"] = types.ModuleType("moco_ray.verdicts")
-    sys.modules["moco_ray.verdicts"].judge = lambda entries, plan: []
 
 from moco_ray import doctor_run
 from moco_ray.data.storage import Store
@@ -31,6 +14,7 @@ from moco_ray.errors import UserError
 from moco_ray.evaluate import health_page
 from moco_ray.evaluate.curves import SHADE
 from moco_ray.evaluate.health_page import PANELS, Happening, curves_of, draw_health
+from moco_ray.verdicts import Verdict
 from tests.object_stores import filled, use
 from tests.run_folders import entry, evaluation, event, health, lease, make_run, verdict, write_lines
 
@@ -89,6 +73,15 @@ def test_what_was_raised_is_told_with_its_step_grounds_meaning_and_cure_and_leav
     text = capsys.readouterr().out
     assert "Raised: 2 verdicts" in text and text.index("input bound, at step 3") < text.index("stale dictionary, at step 8")
     assert f"    seen    {STALE.seen}\n    means   {STALE.means}\n    change  {STALE.change}\n" in text
+
+
+def test_the_verdicts_are_those_of_the_record_at_their_steps(storage, capsys):
+    run = make_run(storage, "one")
+    assert doctor_run.report(run.uri, False) == 0
+    write_lines(run, "metrics.jsonl", [entry(step, input_wait_share=0.5 if step > 4 else 0.01) for step in range(1, 13)])
+    assert doctor_run.report(run.uri, False) == 1
+    text = capsys.readouterr().out
+    assert "Raised: 1 verdict\n  input bound, at step 7\n" in text and "workers wait for images 50% of the time" in text  # three of the last five
 
 
 def test_events_that_mattered_are_counted_and_told_and_no_others(storage, raised, capsys):
