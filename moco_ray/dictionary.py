@@ -211,8 +211,8 @@ def of_keys(keys: Tensor) -> dict[str, Tensor]:
 
 def distance(f_q: nn.Module, f_k: nn.Module) -> Tensor:
     """|θ_q - θ_k| / |θ_q|."""
-    apart = norm(a - b for a, b in zip(f_q.parameters(), f_k.parameters(), strict=True))
-    return apart / norm(f_q.parameters())
+    pairs = zip(f_q.parameters(), f_k.parameters(), strict=True)
+    return torch.stack([torch.dist(a.detach(), b) for a, b in pairs]).norm() / norm(f_q.parameters())
 
 
 def norm(values: Iterable[Tensor]) -> Tensor:
@@ -221,8 +221,9 @@ def norm(values: Iterable[Tensor]) -> Tensor:
 
 
 def some_values(module: nn.Module) -> Tensor:
-    """The first values of each parameter, copied."""
-    return torch.cat([parameter.detach().reshape(-1)[:SAMPLED_VALUES] for parameter in module.parameters()])
+    """The first values of each parameter, in the order in which memory holds them (any layout), copied."""
+    held = [parameter.detach() for parameter in module.parameters()]
+    return torch.cat([one.as_strided((min(one.numel(), SAMPLED_VALUES),), (1,)) for one in held])
 
 
 def ages(queue: Queue, step: int, steps_per_epoch: int) -> dict[str, Tensor]:

@@ -65,12 +65,10 @@ class Queue:
 
         Sums of the keys' bit patterns, plain and weighted by slot, of the steps, and the position.
         """
-        width = torch.int32 if self.keys.element_size() == 4 else torch.int64
-        bits = self.keys.view(width).to(torch.int64)
-        slot = torch.arange(1, len(self) + 1, device=bits.device)
-        return torch.stack(
-            [bits.sum(), (bits.sum(1) * slot).sum(), (self.steps * slot).sum(), slot.new_tensor(self.position)]
-        )
+        whole = self.keys.shape[1] * self.keys.element_size() % 8 == 0  # then in words of 64 bits, which need no conversion
+        rows = self.keys.view(torch.int64 if whole else torch.int32).sum(1, dtype=torch.int64)  # K
+        slot = torch.arange(1, len(self) + 1, device=rows.device)
+        return torch.stack([rows.sum(), (rows * slot).sum(), (self.steps * slot).sum(), slot.new_tensor(self.position)])
 
     def state_dict(self) -> dict[str, Any]:
         return {
