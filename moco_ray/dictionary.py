@@ -197,7 +197,10 @@ def of_keys(keys: Tensor) -> dict[str, Tensor]:
     queue's: the queue's are spread by their ages alone.
     """
     wide = keys.double() if keys.device.type == "cpu" else keys.float()
-    singular = torch.linalg.eigvalsh(wide.T @ wide).clamp(min=0).sqrt()
+    try:
+        singular = torch.linalg.eigvalsh(wide.T @ wide).clamp(min=0).sqrt()
+    except torch.linalg.LinAlgError:  # keys that are not finite: the step will be refused, in its own words
+        singular = wide.new_full((wide.shape[1],), float("nan"))
     share = singular / singular.sum()
     some = wide[:UNIFORMITY_ROWS]
     squares = 2 - 2 * (some @ some.T)

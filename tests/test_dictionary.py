@@ -10,6 +10,7 @@ from torch import nn
 
 from moco_ray.data.segment import content_of
 from moco_ray.dictionary import AGES, Dictionary, Duplicates
+from moco_ray.errors import NonFinite
 from moco_ray.method.queue import Queue
 from moco_ray.method.shuffle import permutation
 from moco_ray.ranks import Ranks
@@ -181,6 +182,15 @@ def test_looking_changes_nothing_of_what_is_learned():
     _, state = carry(Ranks(), changes)
     _, unseen = carry(Ranks(), changes | {"run": {"dictionary_every_steps": 0}})
     assert synthetic.identical(state, unseen)
+
+
+def test_keys_that_are_not_finite_stop_the_run_in_its_own_words():
+    recipe = synthetic.recipe(run={"dictionary_every_steps": 1})
+    plan, learner, log = synthetic.plan(recipe), synthetic.small_learner(recipe), synthetic.Log()
+    with torch.no_grad():
+        next(learner.f_k.parameters()).fill_(float("nan"))
+    with pytest.raises(NonFinite, match="step 0 "):
+        train(learner, synthetic.batches(plan, Ranks()), plan, Ranks(), log.outputs())
 
 
 @pytest.mark.parametrize("momentum", [0.999, 0.5])
