@@ -9,11 +9,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
 from moco_ray.cluster import living, nodes_leaving, recount
+from moco_ray.data.storage import one_line
 from moco_ray.errors import NonFinite, UserError
 from moco_ray.evaluations import Evaluations
 from moco_ray.events import Events
@@ -31,6 +32,8 @@ JOINED_SECONDS = 12.0  # that a new node is kept to ourselves, for a checkpoint 
 RECOUNT_SECONDS = 3.0  # so that an elastic run grows soon after a node has joined
 PICTURE_SECONDS = 5.0  # at the end, for pictures whose images are being fetched
 WAITING_SECONDS = 30.0  # without workers, before a line says what is waited for
+
+T = TypeVar("T")
 
 
 class Desk:
@@ -56,6 +59,7 @@ class Desk:
         self.events = Events(self._happened, journal.last_step, journal.counters)
         self._heard = 0  # number of the last message
         self._seconds_a_step = 0.0
+        self._without: set[str] = set()  # what failed of all that only looks at the run
         self._running, self._waiting_since, self._recounted = False, time.monotonic(), 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="desk", daemon=True)
@@ -69,8 +73,9 @@ class Desk:
         self._thread.join()
         if isinstance(error, NonFinite):
             with contextlib.suppress(UserError):  # what stopped the run is the error to tell
-                self._tell(self._journal.judge_not_finite(self.events.reached, str(error)))
-        self._hang(PICTURE_SECONDS)
+                self._judge(lambda: self._journal.judge_not_finite(self.events.reached, str(error)))
+        with contextlib.suppress(UserError):
+            self._hang(PICTURE_SECONDS)
 
     def finish_evaluations(self) -> None:
         """Wait for those that are due still, each for its time at the most. Raises what stops the driver meanwhile."""
@@ -118,7 +123,7 @@ class Desk:
         elif kind == "begin":
             self._running, self._nodes = True, set(message["node_ids"])
             events.begin(message)
-            self._journal.begun(message["from_step"], message["code"], message["nodes"], message["hardware"])
+            self._aside("environment", lambda: self._journal.begun(message["from_step"], message["code"], message["nodes"], message["hardware"]))
         elif kind == "failed":
             self._running, self._waiting_since = False, time.monotonic()
             events.failed(message["causes"])
@@ -129,7 +134,7 @@ class Desk:
             self._progress.safe(events.safe_step)
             self._evaluations.saved(message["step"], message["attempt"])
         elif kind == "pictures":
-            self._gallery.hang(message)
+            self._aside("pictures", lambda: self._gallery.hang(message))
         elif kind == "not_saved":
             events.not_saved(message)
         elif kind == "skipped":
@@ -145,10 +150,10 @@ class Desk:
             self.events.slow(message["slow"], entry["step"])
         new = self._journal.record(entry, message["bad"])
         if new and "loss" in entry:
-            self._tell(self._journal.judge(entry))
+            self._judge(lambda: self._journal.judge(entry))
         self._progress.show(entry, new)
         if new:
-            self._gauges.show({**entry, "verdicts": self._journal.verdict_count})
+            self._aside("metrics for Ray", lambda: self._gauges.show({**entry, "verdicts": self._journal.verdict_count}))
         if "knn_top1" in entry and new:
             with contextlib.suppress(UserError):
                 self._journal.sync()  # before its checkpoint is let go
@@ -197,17 +202,28 @@ class Desk:
         self._journal.sync_if_due()
 
     def _hang(self, wait_seconds: float = 0.0) -> None:
-        for pictures in self._gallery.finished(wait_seconds):
-            self._journal.pictures(pictures.step, pictures.images, pictures.histograms)
+        for pictures in self._aside("pictures", lambda: self._gallery.finished(wait_seconds)) or []:
+            self._aside("pictures", lambda: self._journal.pictures(pictures.step, pictures.images, pictures.histograms))  # noqa: B023  called here
             if pictures.flaw:
                 self._happened("no_picture", pictures.step, pictures.flaw)
 
-    def _tell(self, raised: list[Verdict]) -> None:
-        for verdict in raised:
+    def _judge(self, look: Callable[[], list[Verdict]]) -> None:
+        for verdict in self._aside("verdicts", look) or []:
             facts = verdict._asdict()
             self._happened("verdict", facts.pop("step"), verdict.text, **facts)
+        self._aside("health.json", self._journal.write_health)
+
+    def _aside(self, what: str, show: Callable[[], T]) -> T | None:
+        """What `show` gives, which only looks at the run: a failure of it is told once, and costs the run nothing. None then."""
+        try:
+            return show()
+        except Exception as error:  # noqa: BLE001  whatever it is
+            if what not in self._without:
+                self._without.add(what)
+                self._happened("not_shown", self.events.reached, f"{what}: {one_line(error)}; training goes on without")
+            return None
 
     def _happened(self, kind: str, step: int, text: str, **facts: Any) -> None:
         self._journal.event(kind, step, text, **facts)
-        self._gauges.show({**facts, "verdicts": self._journal.verdict_count})
+        self._aside("metrics for Ray", lambda: self._gauges.show({**facts, "verdicts": self._journal.verdict_count}))
         self._progress.say(text)

@@ -26,18 +26,16 @@ class Health:
         self._untold = [verdict for entry in entries for verdict in self._watch.look(entry) if verdict.name not in names]
 
     def look(self, entry: dict[str, Any]) -> list[Verdict]:
-        """What is to be told after one more record. Writes health.json; raises OSError if it cannot."""
+        """What is to be told after one more record."""
         raised, self._untold = [*self._untold, *self._watch.look(entry)], []
-        self._write()
         return raised
 
     def stopped_not_finite(self, step: int, why: str) -> list[Verdict]:
         """The same of a run that stopped because a loss or gradient was not finite."""
-        raised = self._watch.stopped_not_finite(step, why)
-        self._write()
-        return raised
+        return self._watch.stopped_not_finite(step, why)
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """health.json as of the last record. Raises OSError."""
         part = self._path.with_suffix(".part")
         part.write_text(json.dumps(self._watch.health(), indent=1))
         os.replace(part, self._path)

@@ -71,7 +71,7 @@ class Journal:
         entries = _repair(self.folder / "metrics.jsonl")
         self.last_step = max((e["step"] for e in entries if "loss" in e), default=0)
         events = _repair(self.folder / "events.jsonl")
-        self._verdicts = [event for event in events if event.get("kind") == "verdict"]
+        self._verdicts = [event for event in events if event.get("kind") == "verdict" and event.keys() >= set(Verdict._fields)]
         self._health = Health(self.folder, plan, entries, self._verdicts)
         self.counters = next((e for e in reversed(events) if "restarts" in e), {})
         self.evaluated = {e["step"] for e in entries if "knn_top1" in e}
@@ -108,12 +108,18 @@ class Journal:
         return True
 
     def judge(self, entry: dict[str, Any]) -> list[Verdict]:
-        """What a record that was written raises, to be told; health.json is as of it."""
-        return self._judged(lambda: self._health.look(entry))
+        """What a record that was written raises, to be told."""
+        return self._health.look(entry)
 
     def judge_not_finite(self, step: int, why: str) -> list[Verdict]:
         """The same of a run that stopped itself."""
-        return self._judged(lambda: self._health.stopped_not_finite(step, why))
+        return self._health.stopped_not_finite(step, why)
+
+    def write_health(self) -> None:
+        """health.json as of the last record that was judged. Raises OSError."""
+        if self._broken is None:  # else the run is another's
+            self._sent.pop(HEALTH, None)  # may change and keep its size
+            self._health.write()
 
     def event(self, kind: str, step: int, text: str, **facts: Any) -> None:
         """Something happened: one line of plain words, and the counters as they are now."""
@@ -259,13 +265,6 @@ class Journal:
                 f"cannot write in {self.folder}: {error.strerror or error}; make room or mend the storage, then resume"
             )
             raise self._broken from error
-
-    def _judged(self, look: Callable[[], list[Verdict]]) -> list[Verdict]:
-        self._sent.pop(HEALTH, None)  # may change and keep its size
-        try:
-            return look()
-        except OSError as error:
-            raise UserError(f"cannot write in {self.folder}: {error.strerror or error}; make room or mend the storage, then resume") from error
 
     def _quarantined(self, epoch: int, row: BadRow) -> dict[str, Any]:
         step = epoch * self._plan.steps_per_epoch + row.position // self._plan.recipe.batch.global_batch_size

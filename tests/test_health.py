@@ -1,10 +1,14 @@
 """Verdicts: each ill run raises its own and no other, healthy ones none; and how a driver keeps and tells them."""
 
 import json
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from moco_ray.data.storage import Store
+from moco_ray.desk import Desk
+from moco_ray.errors import UserError
 from moco_ray.monitor import Journal, read_metrics
 from moco_ray.verdicts import CONDITIONS, SILENCES, Watch, judge
 from tests import synthetic
@@ -119,6 +123,7 @@ def test_the_state_is_filling_then_healthy_then_ill():
 def write(journal: Journal, entry: dict) -> list[str]:
     assert journal.record({**entry, "chance_loss": 4.6}, [])
     raised = journal.judge(entry)
+    journal.write_health()
     for one in raised:
         facts = one._asdict()
         journal.event("verdict", facts.pop("step"), one.text, **facts)
@@ -155,6 +160,56 @@ def test_a_verdict_that_was_raised_and_not_told_is_told_by_the_next_driver(tmp_p
     second = Journal(run, PLAN, 50)
     assert write(second, entries[5]) == ["input_bound"] and write(second, entries[6]) == []
     second.close()
+
+
+def desk_of(journal: Journal, said: list[str], **parts) -> Desk:
+    """One that is not begun: it hears what a test gives it."""
+    progress = SimpleNamespace(say=said.append, show=lambda entry, new: None)
+    gauges, gallery = SimpleNamespace(show=lambda entry: None), SimpleNamespace(hang=lambda message: None, finished=lambda seconds: [])
+    return Desk(None, journal, progress, PLAN, None, None, str, **{"gallery": gallery, "gauges": gauges, **parts})
+
+
+def message(entry: dict) -> dict:
+    return {"kind": "record", "entry": {**entry, "chance_loss": 4.6, "images_per_second": 1.0}, "bad": [], "slow": None}
+
+
+def test_nothing_that_only_looks_at_a_run_ends_it_and_each_failure_is_told_once(tmp_path, monkeypatch):
+    (tmp_path / "health.json").mkdir()  # nothing can be written there
+    said, wrong = [], mock.Mock(side_effect=RuntimeError("no such thing"))
+    parts = {"gauges": SimpleNamespace(show=wrong), "gallery": SimpleNamespace(hang=wrong, finished=wrong)}
+    journal = Journal(Store(str(tmp_path)), PLAN, 0)
+    desk = desk_of(journal, said, **parts)
+    for entry in records(ILL["input_bound"][0], range(10, 61, 10)):
+        desk._hear(message(entry))
+        desk._hear({"kind": "pictures", "step": entry["step"]})
+        desk._hang()
+    monkeypatch.setattr(journal, "judge", wrong)
+    for entry in records({}, (70, 80)):
+        desk._hear(message(entry))
+    journal.close()
+    lines = read_metrics(tmp_path / "events.jsonl")
+    assert [line["name"] for line in lines if line["kind"] == "verdict"] == ["input_bound"]  # told, though health.json cannot be written
+    assert sorted(line["text"].partition(":")[0] for line in lines if line["kind"] == "not_shown") == ["health.json", "metrics for Ray", "pictures", "verdicts"]
+    assert sorted(line["text"] for line in lines) == sorted(said) and [entry["step"] for entry in read_metrics(tmp_path / "metrics.jsonl")] == [*range(10, 81, 10)]
+
+
+def test_a_run_that_is_another_s_gets_no_health_from_here(tmp_path):
+    journal = Journal(Store(str(tmp_path)), PLAN, 0)
+    for entry in records({}, (10,)):
+        write(journal, entry)
+    journal.abandon(UserError("taken over"))
+    for entry in records({}, (20,)):
+        write(journal, entry)
+    journal.close()
+    assert json.loads((tmp_path / "health.json").read_text())["step"] == 10
+
+
+def test_a_verdict_that_an_older_release_told_without_its_parts_stops_no_driver(tmp_path):
+    run = Store(str(tmp_path))
+    run.write("events.jsonl", b'{"wall_time": 1.0, "kind": "verdict", "step": 5, "name": "collapse", "text": "collapse: .."}\n')
+    journal = Journal(run, PLAN, 0)
+    assert journal.verdict_count == 0
+    journal.close()
 
 
 def test_health_json_reaches_object_storage_though_its_size_stays(moto, monkeypatch):
