@@ -7,6 +7,7 @@ It reads the checkpoint's file alone, so no queue, key encoder or optimizer can 
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from moco_ray.data.stream import Columns, labelled_rows
 from moco_ray.errors import UserError
 from moco_ray.evaluate.features import BATCH_ROWS, Described, LabelledSet, description
 from moco_ray.evaluate.knn import knn_accuracy
+from moco_ray.method.encoder import build_encoder
 from moco_ray.recipe import Augment, Recipe
 from moco_ray.run_folder import RunFolder
 from moco_ray.saver import let_others_go_first
@@ -31,10 +33,12 @@ from moco_ray.session import Helpers
 CLAIM_CPUS = 0.01
 
 
-def evaluate_checkpoint(run: str, name: str, sets: tuple[LabelledSet, LabelledSet], helpers: Helpers) -> dict[str, float]:
+def evaluate_checkpoint(
+    run: str, name: str, sets: tuple[LabelledSet, LabelledSet], helpers: Helpers, baseline: bool = False
+) -> dict[str, float]:
     """{"knn_top1": share of queries, "knn_left_out": images that could not be read, "evaluation_seconds"} of `name`, checkpoints/step-N.aM.
 
-    Raises UserError if it is gone or damaged, or if an image set cannot be read. Called in a Ray task.
+    With `baseline` also "knn_untrained", of the same network as drawn from the run's seed, which takes as long again. Raises UserError if it is gone or damaged, or if an image set cannot be read. Called in a Ray task.
     """
     began = time.monotonic()
     let_others_go_first()
@@ -44,11 +48,19 @@ def evaluate_checkpoint(run: str, name: str, sets: tuple[LabelledSet, LabelledSe
         raise UserError(f"{folder.store.place(name)}.pt is gone; somebody removed it, or a later attempt replaced it")
     trained = read_saved(folder, saved)
     recipe, settings = trained.recipe, trained.recipe.evaluation
-    bank, queries = describe_sets(sets, trained.backbone(), recipe, helpers)
-    ks, found = (settings.neighbours,), (bank.features["backbone"], bank.labels, queries.features["backbone"], queries.labels)
-    top1 = knn_accuracy(*found, ks, settings.temperature)[settings.neighbours]
-    left_out = bank.left_out + queries.left_out
-    return {"knn_top1": top1, "knn_left_out": left_out, "evaluation_seconds": time.monotonic() - began}
+    backbone = trained.backbone()
+    scalars: dict[str, float] = {}
+    for scalar, judged in [("knn_top1", backbone), *([("knn_untrained", _untrained(backbone, recipe))] if baseline else [])]:
+        bank, queries = describe_sets(sets, judged, recipe, helpers)
+        ks, found = (settings.neighbours,), (bank.features["backbone"], bank.labels, queries.features["backbone"], queries.labels)
+        scalars[scalar] = knn_accuracy(*found, ks, settings.temperature)[settings.neighbours]
+        scalars["knn_left_out"] = bank.left_out + queries.left_out
+    return {**scalars, "evaluation_seconds": time.monotonic() - began}
+
+
+def _untrained(backbone: Backbone, recipe: Recipe) -> Backbone:
+    drawn = build_encoder(recipe.encoder, recipe.batch.bn_group_size, recipe.run.seed).backbone.float()
+    return replace(backbone, tensors=drawn.state_dict())
 
 
 def describe_sets(sets: tuple[LabelledSet, ...], backbone: Backbone, recipe: Recipe, helpers: Helpers) -> list[Described]:

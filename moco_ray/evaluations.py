@@ -58,10 +58,11 @@ class Evaluations:
         evaluated: Collection[int],
     ):
         """`sets`: None for a run without evaluations. `helpers()`: what the cluster has for it now; None where training takes all,
-        and evaluates itself. `evaluated`: steps of which there is a result.
+        and evaluates itself. `evaluated`: steps of which there is a result, now and later.
         """
         self._run, self._plan, self._sets, self._helpers = run, plan, sets, helpers
         self.beside = sets is not None and helpers() is not None
+        self._evaluated = evaluated
         self._running: _Running | None = None
         self._names: dict[int, str] = {}  # of the checkpoints written since, by step
         self._standing, self._given_up = Standing(), []
@@ -134,7 +135,7 @@ class Evaluations:
         following = next((name for name in self._standing.waiting if not found or self._step_of(name) != found[-1].step), None)
         if following is not None and (helpers := self._helpers()) is not None:
             call = ray.remote(evaluate_checkpoint).options(num_cpus=CLAIM_CPUS, max_retries=1)
-            task = call.remote(self._run.uri, following, self._sets, helpers)
+            task = call.remote(self._run.uri, following, self._sets, helpers, not self._evaluated)  # the first tells what to compare with
             self._running = _Running(following, self._step_of(following), task, time.monotonic())
         elif following is not None:  # the GPUs that were left over are gone
             self._done_with(following)

@@ -170,6 +170,8 @@ class Events:
         text = f"kNN {entry['knn_top1']:.1%} top-1, features of the backbone of step {entry['step']}"
         if "evaluation_seconds" in entry:
             text += f" ({duration(entry['evaluation_seconds'])} beside the training)"
+        if "knn_untrained" in entry:
+            text += f"; {entry['knn_untrained']:.1%} of the untrained network"
         if better:
             text += "; the best so far" + (f", kept: {best.name}.pt" if best and best.step == entry["step"] else "")
         elif best:

@@ -78,6 +78,7 @@ class Journal:
         # Bad rows are written before the line that counts them: those of a line that never came are taken back.
         _repair(self.folder / "quarantine.jsonl", self.last_step)
         self._furthest = 0
+        self._untrained = next((entry["knn_untrained"] for entry in entries if "knn_untrained" in entry), None)
         self._open_writers(safe_step + 1)  # takes back points that a driver which died may or may not have written ..
         self._story = deque(events, maxlen=SHOWN_EVENTS)
         for lines, draw in ((entries, self._draw), (events, self._draw_counters)):
@@ -227,7 +228,8 @@ class Journal:
         for name, tag in TAGS.items():
             if name in entry:
                 self._writers["run"].add_scalar(tag, entry[name], **where)
-        for tag, value in references(entry, self._plan).items():
+        self._untrained = entry.get("knn_untrained", self._untrained)  # measured once, compared with always
+        for tag, value in references({"knn_untrained": self._untrained, **entry}, self._plan).items():
             self._writers["reference"].add_scalar(tag, value, **where)
         if "loss" in entry:
             raised = sum(verdict["step"] <= entry["step"] for verdict in self._verdicts)

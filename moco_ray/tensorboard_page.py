@@ -67,7 +67,7 @@ LAYOUT = {  # the page "Custom Scalars": category -> chart -> scalars in it; Ten
     "Learning": {
         "verdicts raised (0: healthy; their words: page Text)": ["verdicts"],
         "loss (reference: chance, log(K+1))": ["loss"],
-        "kNN of the backbone: the judge": ["knn_top1"],
+        "kNN of the backbone: the judge (reference: of the untrained network)": ["knn_top1"],
         "(K+1)-way top-1 (reference: top-5)": ["top1"],
         "learning rate": ["learning_rate"],
         "norm of the gradient": ["gradient_norm"],
@@ -112,6 +112,7 @@ LAYOUT = {  # the page "Custom Scalars": category -> chart -> scalars in it; Ten
 COMPARED = ("loss", "knn_top1", "queue_top1", "fresh_top1", "effective_rank", "images_per_second", "verdicts")  # in HParams
 BESIDE = {  # scalar -> the scalar, or the number, that is its reference; bounds are those of the verdicts
     "loss": "chance_loss",
+    "knn_top1": "knn_untrained",
     "top1": "top5",
     "queue_top1": "fresh_top1",
     "positive_similarity": "negative_similarity",

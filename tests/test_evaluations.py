@@ -98,12 +98,14 @@ def test_a_checkpoint_is_judged_as_the_loop_judges_it_and_nothing_of_it_changes(
     inside = watch_knn(run.learner.f_q, run.sets, run.recipe, Ranks())
     assert identical(before, run.learner.state_dict())  # queue, key encoder, optimizer and step too
     described = []
-    monkeypatch.setattr("moco_ray.beside.describe_sets", lambda *words: described.extend(describe_sets(*words)) or described)
-    beside = evaluate_checkpoint(run.store.uri, name, run.sets, CPU)
+    monkeypatch.setattr("moco_ray.beside.describe_sets", lambda *words: described.extend(found := describe_sets(*words)) or found)
+    beside = evaluate_checkpoint(run.store.uri, name, run.sets, CPU, baseline=True)
+    untrained = Learner.new(run.recipe)
+    assert beside["knn_untrained"] == watch_knn(untrained.f_q, run.sets, run.recipe, Ranks())["knn_top1"] != beside["knn_top1"]
     assert beside["knn_top1"] == inside["knn_top1"] and beside["knn_left_out"] == 0 and beside["evaluation_seconds"] > 0
     assert 0.02 < beside["knn_top1"] < 0.9
     assert run.store.read(f"{name}.pt") == content
-    (bank, queries), labels = described, [np.concatenate([batch.labels.numpy() for batch in _images(one, run.recipe)]) for one in run.sets]
+    (bank, queries, *_), labels = described, [np.concatenate([batch.labels.numpy() for batch in _images(one, run.recipe)]) for one in run.sets]
     assert np.array_equal(bank.labels.numpy(), labels[0]) and np.array_equal(queries.labels.numpy(), labels[1])  # rows in order
 
 
@@ -122,7 +124,7 @@ def test_what_an_earlier_driver_left_undone_is_made_up_for_in_order_and_the_best
     assert evaluations.beside and evaluations.steps_waiting == [steps[0], steps[2]] and not evaluations.idle
     assert Standing.read(run.store) == Standing(None, (names[0], names[2]))
     first = ended(evaluations)
-    assert first.step == steps[0] and first.entry["epoch"] == 1.0
+    assert first.step == steps[0] and first.entry["epoch"] == 1.0 and "knn_untrained" not in first.entry  # of this run it is known already
     assert evaluations.landed(first.entry) and evaluations.best == Best(names[0], steps[0], first.entry["knn_top1"])
     second = ended(evaluations)
     assert second.step == steps[2] and not evaluations.landed(second.entry)  # the same weights: no better

@@ -178,16 +178,19 @@ def test_layout_hparams_recipe_environment_and_verdicts_are_in_the_run_and_no_fu
     stale = Verdict("stale_dictionary", 2, "queued keys are 8 times easier", "they are old", "raise m")
     journal.event("verdict", 2, stale.text, **{name: value for name, value in stale._asdict().items() if name != "step"})
     journal.record({**scalars, "step": 3, "chance_loss": 5.0}, [])
+    journal.record({"step": 3, "knn_top1": 0.5, "knn_untrained": 0.25}, [])
+    journal.record({"step": 6, "knn_top1": 0.75}, [])  # the untrained network is judged once
     journal.close()
     page = seen(tmp_path / "tensorboard")
     layout = layout_pb2.Layout.FromString(page.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
     assert [category.title for category in layout.category] == ["Learning", "Dictionary", "Input", "System", "Events"]
     assert {f"^{tag}$" for tag in TAGS.values()} >= {tag for c in layout.category for chart in c.chart for tag in chart.multiline.tag}
-    assert set(TAGS.values()) - set(page.Tags()["scalars"]) == {TAGS["knn_top1"]}
+    assert set(TAGS.values()) == set(page.Tags()["scalars"])
     assert [(point.step, point.value) for point in page.Scalars(TAGS["verdicts"])] == [(1, 0), (3, 1)]
     beside = seen(tmp_path / "tensorboard" / "reference")
     values = {tag: beside.Scalars(tag)[0].value for tag in beside.Tags()["scalars"]}
     assert set(values) == {TAGS[name] for name in [*BESIDE, "effective_rank"]}
+    assert [(point.step, point.value) for point in beside.Scalars(TAGS["knn_top1"])] == [(3, 0.25), (6, 0.25)]
     assert values["learning/loss"] == 5.0 and values["dictionary/effective_rank"] == 16 and values["dictionary/queue_top1"] == 0.5
     words = {name: [t.tensor_proto.string_val[0].decode() for t in page.Tensors(f"{name}/text_summary")] for name in
              ("recipe", "environment", "events/verdicts", "events")}  # fmt: skip
