@@ -24,8 +24,13 @@ STANDS_STILL = 0.05  # share of key-encoder values that a step moves
 OWN_KEYS = 0.5  # older keys of its own image that a query meets
 COPIES = 0.01  # share of images
 CHANCE, CHANCE_TURNS = 0.97, 10  # of log(K+1), for so many turns of the queue
+CHANCE_STEPS = 100  # after the warm-up: a small queue turns in a step or two
 WAITING = 0.2  # share of the time
 FILLING = 0.5  # of the run
+LOOKED_AT = {  # in a record that holds a look at the dictionary; what was not finite is missing (Dictionary.take), and such a look tells nothing
+    "queues_equal", "queue_top1", "fresh_top1", "step_positive_similarity", "step_similarity", "key_spread", "key_moved_share",
+    "parameter_distance", "weight_norm",
+}  # fmt: skip
 
 
 class Verdict(NamedTuple):
@@ -85,7 +90,7 @@ class Watch:
             return []
         self.step, self.fill = entry["step"], entry["queue_fill"]
         self.records.append(entry)
-        if "parameter_distance" in entry:
+        if entry.keys() >= LOOKED_AT:
             self.first_weight_norm = self.first_weight_norm or entry["weight_norm"]
             self.farthest = max(self.farthest, entry["parameter_distance"])
             self.looks.append(entry)
@@ -133,7 +138,7 @@ RATE_CURE = "Start a new run with a lower optimizer.learning_rate (0.03 at batch
 
 
 def _queues_differ(watch: Watch) -> Finding | None:
-    if not watch.looks or watch.looks[-1]["queues_equal"] >= 1:
+    if watch.records[-1].get("queues_equal", 1.0) >= 1:
         return None
     return Finding(
         "the ranks hold different queues",
@@ -182,6 +187,8 @@ def _key_encoder_frozen(watch: Watch) -> Finding | None:
 def _stale_dictionary(watch: Watch) -> Finding | None:
     if len(watch.full) < LOOKS or watch.mean("parameter_distance", watch.full) > FOLLOWS_CLOSELY:
         return None
+    if watch.plan.recipe.contrast.queue_keys < watch.plan.recipe.batch.global_batch_size:
+        return None  # among so few keys a query is told apart more easily than among its step's, however old they are
     queue, fresh = watch.mean("queue_top1", watch.full), watch.mean("fresh_top1", watch.full)
     if queue - fresh < STALE_GAP or queue < STALE_RATIO * fresh:
         return None
@@ -241,6 +248,8 @@ def _duplicates(watch: Watch) -> Finding | None:
 def _loss_at_chance(watch: Watch) -> Finding | None:
     turns = watch.step / watch.plan.facts()["queue_turn_steps"] - 1  # since it was full
     if len(watch.records) < LOOKS or watch.fill < 1 or turns < CHANCE_TURNS:
+        return None
+    if watch.step < watch.plan.recipe.schedule.warmup_steps + CHANCE_STEPS:
         return None
     loss, chance = watch.mean("loss", watch.records), watch.plan.chance_loss
     if loss < CHANCE * chance:

@@ -10,7 +10,7 @@ from moco_ray.data.storage import Store
 from moco_ray.desk import Desk
 from moco_ray.errors import UserError
 from moco_ray.monitor import Journal, read_metrics
-from moco_ray.verdicts import CONDITIONS, SILENCES, Watch, judge
+from moco_ray.verdicts import CONDITIONS, LOOKED_AT, SILENCES, Watch, judge
 from tests import synthetic
 from tests.ill_runs import CASES, carry, make_data
 from tests.object_stores import filled, use
@@ -106,6 +106,23 @@ def test_one_group_leaks_and_older_records_without_the_new_values_say_nothing():
     assert [one.name for one in judge(records({}, (10, 20)), alone)] == ["batchnorm_leak"]
     old = [{"step": e["step"], "loss": 3.0, "queue_fill": 1.0, "input_wait_share": 0.0} for e in records({})]
     assert judge(old, PLAN) == [] == judge([{"step": 5, "knn_top1": 0.5}], PLAN)
+
+
+def test_a_queue_below_the_batch_is_not_called_stale_for_having_few_keys():
+    few = synthetic.plan(synthetic.recipe(contrast={"queue_keys": 16}, schedule={"steps": 2000}), rows=6400)  # seen: 0.41 and 0.02 with K 8, B 64, m 0.99
+    assert judge(records(ILL["stale_dictionary"][0] | {"loss": 2.0}), few) == []
+
+
+def test_a_queue_that_turns_in_a_step_is_at_chance_only_after_the_warm_up_and_a_hundred_steps():
+    small = synthetic.plan(synthetic.recipe(contrast={"queue_keys": 32}, schedule={"steps": 2000, "warmup_steps": 20}), rows=6400)
+    (verdict,) = judge(records({"loss": 3.48}, range(1, 300)), small)
+    assert (verdict.name, verdict.step) == ("loss_at_chance", 120)
+
+
+@pytest.mark.parametrize("missing", sorted(LOOKED_AT))
+def test_a_look_that_lacks_what_was_not_finite_tells_nothing(missing):
+    entries = [{name: value for name, value in entry.items() if name != missing} for entry in records(ILL["stale_dictionary"][0])]
+    assert judge(entries, PLAN) == []
 
 
 def test_the_state_is_filling_then_healthy_then_ill():
