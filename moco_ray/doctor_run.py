@@ -56,7 +56,8 @@ def report(place: str, as_json: bool) -> int:
     """
     record = Record.of(place)
     if not record.training:
-        raise UserError(f"{record.folder.place} has logged no step yet; ask again when it has, or see its events: `moco-ray watch {place}`")
+        unreadable = f" that can be read ({plural(record.metrics.unreadable, 'line')} cannot)" if record.metrics.unreadable else ""
+        raise UserError(f"{record.folder.place} has logged no step yet{unreadable}; ask again when it has, or see its events: `moco-ray watch {place}`")
     facts = examine(record)
     facts["picture"], facts["picture_error"] = _draw(record, facts)
     print(json.dumps(_finite(facts), indent=1) if as_json else as_text(facts))

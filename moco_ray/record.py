@@ -19,7 +19,23 @@ from moco_ray.run_folder import FACTS, PLAN, RunFolder
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 END_BYTES = 4 << 20  # some thousand steps that were logged
+COUNTERS = ("restarts", "steps_recomputed", "seconds_lost")
+LAST_TIME = 4e9  # seconds since 1970
 KNOWN_BYTES = 64  # before the end of what was read: are they as they were, the file has only grown
+
+
+def _whole_metrics(entry: dict[str, Any]) -> bool:
+    return all(isinstance(value, int | float) for value in entry.values())
+
+
+def _whole_event(event: dict[str, Any]) -> bool:
+    """With a kind, and numbers where the report counts; the time may be missing, but is one that a calendar has."""
+    when, counters = event.get("wall_time", 0), [event.get(name, 0) for name in COUNTERS]
+    numbers = all(isinstance(value, int | float) for value in (when, *counters))
+    return numbers and 0 <= when < LAST_TIME and all(isinstance(event.get(name, ""), str) for name in ("kind", "text"))
+
+
+WHOLE = {METRICS: _whole_metrics, EVENTS: _whole_event}
 
 
 @dataclass
@@ -29,7 +45,7 @@ class Lines:
     run: Store
     name: str
     entries: list[dict[str, Any]] = field(default_factory=list)
-    unreadable: int = 0  # whole lines that are no JSON object with a step: left out
+    unreadable: int = 0  # whole lines that are no JSON object with a step, or hold what no run writes there: left out
     cut: bool = False  # the file began before what was read
     _read_to: int = 0
     _known: bytes = b""
@@ -65,11 +81,12 @@ class Lines:
     def _take(self, line: bytes) -> None:
         try:
             entry = json.loads(line)
-            int(entry["step"])
-        except (ValueError, KeyError, TypeError, IndexError, OverflowError):
+        except ValueError:
+            entry = None
+        if isinstance(entry, dict) and type(entry.get("step")) is int and WHOLE[self.name](entry):
+            self.entries.append(entry)
+        else:
             self.unreadable += 1
-            return
-        self.entries.append(entry)
 
 
 class State(NamedTuple):
@@ -183,14 +200,19 @@ class Record:
 
     def _health(self) -> dict[str, Any]:
         store = self.folder.store
-        held = _object(store, HEALTH) if store.size(HEALTH) is not None else {}
+        cure = "remove it: the run writes it anew, and `moco-ray doctor RUN` judges by the metrics"
+        held = _object(store, HEALTH, cure) if store.size(HEALTH) is not None else {}
         verdicts = held.get("verdicts", [])
-        if not isinstance(verdicts, list) or not all(isinstance(one, dict) and "name" in one for one in verdicts):
-            raise UserError(f"{store.place(HEALTH)} is damaged: its verdicts are none; remove it, and `moco-ray doctor` judges anew")
+        if not isinstance(held.get("state", ""), str) or not isinstance(verdicts, list) or not all(map(_whole_verdict, verdicts)):
+            raise UserError(f"{store.place(HEALTH)} is damaged: its state is no word, or its verdicts are none; {cure}")
         return held
 
 
-def _object(store: Store, name: str) -> dict[str, Any]:
+def _whole_verdict(one: Any) -> bool:
+    return isinstance(one, dict) and isinstance(one.get("name"), str) and isinstance(one.get("step", 0), int)
+
+
+def _object(store: Store, name: str, cure: str = "put it back as it was") -> dict[str, Any]:
     try:
         held = json.loads(store.read(name))
         if isinstance(held, dict):
@@ -200,4 +222,4 @@ def _object(store: Store, name: str) -> dict[str, Any]:
         raise
     except ValueError as error:
         cause = f"{type(error).__name__}: {error}"
-    raise UserError(f"{store.place(name)} is damaged ({cause}); put it back as it was")
+    raise UserError(f"{store.place(name)} is damaged ({cause}); {cure}")

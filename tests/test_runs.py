@@ -105,6 +105,34 @@ def test_lines_that_are_none_are_counted_and_left_out(storage):
     assert lines.read() == 2 and [e["step"] for e in lines.entries] == [1, 2] and lines.unreadable == 4
 
 
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        *(("metrics.jsonl", line) for line in ('{"step": "13", "loss": 1.0}', '{"step": 2.5, "loss": 1.0}', '{"step": 13, "loss": null}', '{"step": 13, "loss": "x"}', "[1]")),
+        *(("events.jsonl", line) for line in ('{"step": 13, "kind": ["a"]}', '{"step": 13, "wall_time": 1e30}', '{"step": 13, "restarts": "x"}', '{"step": 13, "text": null}')),
+    ],
+)
+def test_a_line_of_what_no_run_writes_stops_no_command(storage, name, line, capsys):
+    run = make_run(storage, "a")
+    write_lines(run, "events.jsonl", [event("saved", 12)])
+    run.write(name, run.read(name) + line.encode() + b"\n")
+    for words in (["runs", str(storage.uri)], ["watch", run.place(""), "--once"], ["doctor", run.place("")]):
+        assert main(words) == 0, capsys.readouterr()
+    assert "1 line of the record that cannot be read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"state": 7}', '{"verdicts": [{"name": 5}]}', '{"verdicts": [{"name": "x", "step": "y"}]}'])
+def test_a_damaged_health_json_is_named_with_its_cure_and_hides_no_other_run(storage, content, capsys):
+    run = make_run(storage, "a")
+    make_run(storage, "b")
+    run.write("health.json", content.encode())
+    assert [main(words) for words in (["runs", str(storage.uri)], ["watch", run.place(""), "--once"], ["doctor", run.place("")])] == [0, 2, 2]
+    shown = capsys.readouterr()
+    assert "unreadable" in shown.out and "b " in shown.out and shown.err.count("remove it: the run writes it anew") == 2
+    run.delete("health.json")
+    assert main(["doctor", run.place("")]) == 0
+
+
 def test_of_a_long_record_the_end_is_read(storage, monkeypatch):
     monkeypatch.setattr("moco_ray.record.END_BYTES", 2000)
     run = make_run(storage, "long", steps=500, total=500)
