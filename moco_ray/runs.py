@@ -21,6 +21,7 @@ from moco_ray.words import age, size
 READING_THREADS = 16
 LISTINGS = 3  # on a disk a listing fails if what it is about to look at has just been pruned
 WATCH_SECONDS = 2.4 * BEAT_SECONDS  # in which a run that is carried somewhere changes its lease twice
+LAST_RECORDS = 50  # that are kept of each run, beside its evaluations
 NONE = "-"
 
 
@@ -136,9 +137,12 @@ def _share(value: float | None) -> str:
 
 def _read(store: Store) -> Record | UserError:
     try:
-        return Record(RunFolder(store)).refreshed(end=True)
+        record = Record(RunFolder(store)).refreshed(end=True)
     except UserError as error:
         return error
+    entries = record.metrics.entries
+    entries[:-LAST_RECORDS] = [entry for entry in entries[:-LAST_RECORDS] if "knn_top1" in entry]  # of hundreds of long runs the memory would not hold the rest
+    return record
 
 
 def _listed(name: str, record: Record | UserError, silent: dict[str, float | None], count: int) -> Listed:

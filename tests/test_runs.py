@@ -237,6 +237,15 @@ def test_the_best_knn_of_before_what_was_read_is_known_from_the_evaluations_acco
     assert list_runs(storage.uri)[0][7:9] == (0.4, 0.9)
 
 
+def test_the_list_holds_of_each_run_its_evaluations_and_its_last_lines_alone(storage, monkeypatch):
+    run, held = make_run(storage, "a", steps=1, total=3000), []
+    write_lines(run, "metrics.jsonl", [evaluation(9, 0.5), *(entry(step) for step in range(10, 2000)), evaluation(1995, 0.4)])
+    monkeypatch.setattr("moco_ray.runs.watched", lambda records: held.extend(records) or {})
+    (listed,) = list_runs(storage.uri)
+    assert (listed.step, listed.knn_last, listed.knn_best) == (1999, 0.4, 0.5) and listed.loss == pytest.approx(entry(1999)["loss"])
+    assert len(held[0].metrics.entries) < 100  # of a long one 30 MB, and there may be hundreds
+
+
 @pytest.mark.parametrize("name,content", [("plan.json", b"{"), ("plan.json", b"[]"), ("run.json", b"\xff"), ("health.json", b'{"verdicts": 3}'), ("evaluations.json", b"{")])
 def test_a_run_that_cannot_be_read_is_listed_as_that_and_hides_no_other(storage, name, content, capsys):
     make_run(storage, "good")
