@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from moco_ray.errors import UserError
+from moco_ray.words import say
 
 
 def health_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -37,7 +38,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from moco_ray.plan import Workers
 
     findings = doctor(recipe, arguments.storage or "runs", Workers.of(arguments.workers or "1"), arguments.debug)
-    print(as_json(findings) if arguments.json else as_table(findings, shutil.get_terminal_size((100, 24)).columns))
+    say(as_json(findings) if arguments.json else as_table(findings, shutil.get_terminal_size((100, 24)).columns))
     return exit_code(findings)
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from moco_ray.errors import UserError
-from moco_ray.words import plural, size
+from moco_ray.words import plural, say, size
 
 
 def runs_command(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -43,12 +43,12 @@ def _runs(arguments: argparse.Namespace) -> None:
     elif arguments.compare:
         from moco_ray.compare import compare
 
-        print(compare(arguments.storage, *arguments.compare))
+        say(compare(arguments.storage, *arguments.compare))
     else:
         from moco_ray.runs import as_json, as_table, list_runs
 
         runs = list_runs(arguments.storage)
-        print(json.dumps(as_json(runs), indent=1) if arguments.json else as_table(runs, time.time()))
+        say(json.dumps(as_json(runs), indent=1) if arguments.json else as_table(runs, time.time()))
 
 
 def _prune(storage: str, names: list[str], yes: bool) -> None:

@@ -135,6 +135,8 @@ class Desk:
             self._evaluations.saved(message["step"], message["attempt"])
         elif kind == "pictures":
             self._aside("pictures", lambda: self._gallery.hang(message))
+        elif kind == "no_picture":
+            self._happened("no_picture", message["step"], f"no pictures of step {message['step']}: {message['why']}")
         elif kind == "not_saved":
             events.not_saved(message)
         elif kind == "skipped":

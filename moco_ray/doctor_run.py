@@ -17,7 +17,7 @@ from moco_ray.evaluate.health_page import Happening, draw_health
 from moco_ray.record import Record
 from moco_ray.runs import watched
 from moco_ray.verdicts import judge
-from moco_ray.words import duration, plural
+from moco_ray.words import duration, plural, say
 
 PAGE = "health.png"
 WIDTH = 110
@@ -60,7 +60,7 @@ def report(place: str, as_json: bool) -> int:
         raise UserError(f"{record.folder.place} has logged no step yet{unreadable}; ask again when it has, or see its events: `moco-ray watch {place}`")
     facts = examine(record)
     facts["picture"], facts["picture_error"] = _draw(record, facts)
-    print(json.dumps(_finite(facts), indent=1) if as_json else as_text(facts))
+    say(json.dumps(_finite(facts), indent=1) if as_json else as_text(facts))
     return 1 if facts["verdicts"] else 0
 
 

@@ -1,6 +1,16 @@
-"""How durations, sizes and moments are said to a person. Not here: what is said about a run."""
+"""How durations, sizes and moments are said to a person, and a text as a whole. Not here: what is said about a run."""
 
 import math
+import os
+import sys
+
+
+def say(text: str) -> None:
+    """Print it, to a reader that may leave before the end as `| head` does."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def duration(seconds: float) -> str:

@@ -17,6 +17,7 @@ from moco_ray.board import FLUSH_SECONDS, Wire, new_attempt
 from moco_ray.data import order
 from moco_ray.data.segment import Source
 from moco_ray.data.shards import Manifest
+from moco_ray.data.storage import one_line
 from moco_ray.data.stream import batches
 from moco_ray.data.whereabouts import rows_of_slots
 from moco_ray.errors import StorageFailing, UserError
@@ -113,9 +114,7 @@ class _Rank:
             warm_start(learner, self._folder, recipe)
         self._own_order: tuple[str, float] | None = None
         self._wire.step = learner.step
-        # Keys of a run of the released code, if this one carries one on, are of rows that we do not know.
-        known = min((one.from_step for one in attempts.all_of(self._folder.store)), default=learner.step) if ranks.is_first else 0
-        self._began_at = ranks.gather_objects(known)[0]
+        self._began_at = began_at(self._folder, learner.step, ranks)
         self._register(saved, skipped)
         self._meter = Meter(self._plan, ranks, learner.step)
         self._saver = Saver(self._write, self._wire.tell)
@@ -164,7 +163,14 @@ class _Rank:
             self._wire.tell(kind="record", entry=entry, bad=bad, slow=slow and slow._asdict())
 
     def _picture(self, step: Step) -> None:
-        if self._ranks.is_first and (shown := exhibit(step, self._plan)):
+        if not self._ranks.is_first:
+            return
+        try:
+            shown = exhibit(step, self._plan)
+        except Exception as error:  # noqa: BLE001  whatever it is, it costs the picture and not the run
+            self._wire.tell(kind="no_picture", step=self._learner.step + 1, why=one_line(error))
+            return
+        if shown:
             self._wire.tell(kind="pictures", step=self._learner.step + 1, **shown)
 
     def _save(self, learner: Learner) -> None:
@@ -273,6 +279,18 @@ def restore(
     if not ranks.same_on_all(start):
         raise RuntimeError(f"the ranks differ after loading step {learner.step}; this is a fault in moco_ray, or in memory")
     return saved, skipped
+
+
+def began_at(folder: RunFolder, step: int, ranks: Ranks) -> int:
+    """The step that the run began at: 0, unless it carries one of the released code on, whose keys are of rows that we do not know. Collective."""
+    began, failure = step, None
+    if ranks.is_first:
+        try:
+            began = min((one.from_step for one in attempts.all_of(folder.store)), default=step)
+        except UserError as error:
+            failure = error
+    _raise_on_all(failure, ranks)
+    return ranks.gather_objects(began)[0]
 
 
 def refuse_different_queues(learner: Learner, ranks: Ranks) -> None:

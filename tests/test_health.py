@@ -11,6 +11,7 @@ from moco_ray.desk import Desk
 from moco_ray.errors import UserError
 from moco_ray.monitor import Journal, read_metrics
 from moco_ray.verdicts import CONDITIONS, LOOKED_AT, SILENCES, Watch, judge
+from moco_ray.worker import _Rank
 from tests import synthetic
 from tests.ill_runs import CASES, carry, make_data
 from tests.object_stores import filled, use
@@ -208,6 +209,18 @@ def test_nothing_that_only_looks_at_a_run_ends_it_and_each_failure_is_told_once(
     assert [line["name"] for line in lines if line["kind"] == "verdict"] == ["input_bound"]  # told, though health.json cannot be written
     assert sorted(line["text"].partition(":")[0] for line in lines if line["kind"] == "not_shown") == ["health.json", "metrics for Ray", "pictures", "verdicts"]
     assert sorted(line["text"] for line in lines) == sorted(said) and [entry["step"] for entry in read_metrics(tmp_path / "metrics.jsonl")] == [*range(10, 81, 10)]
+
+
+def test_a_step_that_cannot_be_shown_is_told_of_and_trained_on(tmp_path):
+    rank, told = _Rank.__new__(_Rank), []
+    rank._ranks, rank._learner, rank._plan = SimpleNamespace(is_first=True), SimpleNamespace(step=4), PLAN
+    rank._wire = SimpleNamespace(tell=lambda **message: told.append(message))
+    with mock.patch("moco_ray.worker.exhibit", side_effect=RuntimeError("out of memory")):
+        rank._picture(None)
+    journal, said = Journal(Store(str(tmp_path)), PLAN, 0), []
+    desk_of(journal, said)._hear(told[0])
+    journal.close()
+    assert said == ["no pictures of step 5: out of memory"]
 
 
 def test_a_run_that_is_another_s_gets_no_health_from_here(tmp_path):

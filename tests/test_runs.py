@@ -506,6 +506,16 @@ def test_watching_draws_what_came_and_ends_with_the_run_without_codes_where_ther
     assert text.index("\x1b[?1049h") < text.index("\x1b[?1049l") < text.rindex("one · finished")
 
 
+def test_a_reader_that_leaves_is_no_error(storage):
+    run, program = make_run(storage, "a"), [sys.executable, "-m", "moco_ray"]
+    for words in (["runs", storage.uri], ["doctor", run.place(""), "--json"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run([*program, *words], stdout=writer, stderr=subprocess.PIPE, text=True)
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_ctrl_c_leaves_quietly_and_the_terminal_as_it_was(storage, monkeypatch, capsys):
     run = make_run(storage, "one", steps=5)
 
