@@ -87,7 +87,7 @@ class Gallery:
                 pixels = decode(encoded, self._plan.recipe.data.max_image_pixels).permute(1, 2, 0).numpy()
             except BadImage:
                 continue  # it was replaced in its step, and is in quarantine.jsonl
-            thumbs[row] = Image.fromarray(pixels)
+            thumbs[row] = _square(Image.fromarray(pixels))  # at once: of photos as large as data.max_image_pixels thirty would fill the driver's memory
         return thumbs
 
 
@@ -146,7 +146,7 @@ def _thumb(sheet: Image.Image, draw: ImageDraw.ImageDraw, place: tuple[int, int]
         draw.rectangle((x, y, x + THUMB_PIXELS - 1, y + THUMB_PIXELS - 1), fill="#eeeeee")
         draw.text((x + 6, y + THUMB_PIXELS // 2 - 6), without, FAINT, _font())
     else:
-        sheet.paste(_square(image), place)
+        sheet.paste(image, place)
 
 
 def _square(image: Image.Image) -> Image.Image:
