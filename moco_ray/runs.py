@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from moco_ray.data.storage import Entry, Store
@@ -50,25 +51,40 @@ def list_runs(storage: str) -> list[Listed]:
     A run that cannot be read is listed as that, with the reason. Raises UserError for a storage without runs.
     """
     store = Store.at(storage)
-    entries = all_entries(store)
+    entries, closed = all_entries(store)
     names = sorted(name for name, slash, rest in (entry.name.partition("/") for entry in entries) if rest == FACTS)
-    if not names:
+    if not names and not closed:
         raise UserError(_nothing(storage, store, entries))
     sizes = {name: sum(entry.bytes for entry in entries if entry.name.startswith(f"{name}/")) for name in names}
     with ThreadPoolExecutor(READING_THREADS) as threads:
         read = dict(zip(names, threads.map(lambda name: _read(store.below(name)), names), strict=True))
         silent = watched([record for record in read.values() if isinstance(record, Record)])
         listed = list(threads.map(lambda name: _listed(name, read[name], silent, sizes[name]), names))
-    return listed
+    return sorted([*listed, *(Listed(name, "unreadable", why) for name, why in closed.items())])
 
 
-def all_entries(store: Store) -> list[Entry]:
-    """Everything below, also while runs there write and prune. Raises UserError."""
+def all_entries(store: Store) -> tuple[list[Entry], dict[str, str]]:
+    """Everything below, also while runs there write and prune; and on a disk why a folder cannot be listed, another user's perhaps. Raises UserError."""
+    if not store.is_local or not Path(store.uri).is_dir():
+        return store.list(), {}
+    entries, closed = [], {}
+    for child in sorted(Path(store.uri).iterdir()):
+        if not child.is_dir():
+            entries.append(Entry(child.name, child.lstat().st_size, 0))
+            continue
+        try:
+            entries += [entry._replace(name=f"{child.name}/{entry.name}") for entry in _settled(store.below(child.name))]
+        except UserError as error:
+            closed[child.name] = str(error)
+    return entries, closed
+
+
+def _settled(store: Store) -> list[Entry]:
     for attempt in range(LISTINGS):
         try:
             return store.list()
         except UserError:
-            if not store.is_local or attempt == LISTINGS - 1:
+            if attempt == LISTINGS - 1:
                 raise
     raise AssertionError("the last listing returns or raises")
 
@@ -78,7 +94,7 @@ def run_in(storage: str, name: str) -> RunFolder:
     store = Store.at(storage)
     if name and "/" not in name and store.below(name).size(FACTS) is not None:
         return RunFolder(store.below(name))
-    names = sorted(entry.name.partition("/")[0] for entry in all_entries(store) if entry.name.partition("/")[2] == FACTS)
+    names = sorted(entry.name.partition("/")[0] for entry in all_entries(store)[0] if entry.name.partition("/")[2] == FACTS)
     there = f"there are {', '.join(names[:8])}{' ..' if len(names) > 8 else ''}" if names else "there is none"
     raise UserError(f"{store.place('')} has no run {name!r}; {there}")
 

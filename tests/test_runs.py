@@ -237,6 +237,21 @@ def test_the_best_knn_of_before_what_was_read_is_known_from_the_evaluations_acco
     assert list_runs(storage.uri)[0][7:9] == (0.4, 0.9)
 
 
+def test_a_folder_that_may_not_be_listed_hides_no_other_run(storage, monkeypatch, capsys):
+    make_run(storage, "good")
+    make_run(storage, "theirs")
+    whole = Store.list
+
+    def refused(store):
+        if "theirs" in store.place(""):
+            raise UserError("theirs cannot be listed (Permission denied); repair its permissions")
+        return whole(store)
+
+    monkeypatch.setattr(Store, "list", refused)
+    text = command(capsys, "runs", storage.uri)
+    assert "good    stopped" in text and "theirs  unreadable" in text and "Permission denied" in text
+
+
 def test_the_list_holds_of_each_run_its_evaluations_and_its_last_lines_alone(storage, monkeypatch):
     run, held = make_run(storage, "a", steps=1, total=3000), []
     write_lines(run, "metrics.jsonl", [evaluation(9, 0.5), *(entry(step) for step in range(10, 2000)), evaluation(1995, 0.4)])
