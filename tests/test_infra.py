@@ -2,9 +2,12 @@
 
 import functools
 import http.server
+import json
+import math
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import threading
@@ -321,3 +324,20 @@ def test_the_agent_says_so_where_no_ray_runs(node):
     shutil.rmtree(node[1] / "41")
     done = agent(node, "--now", "--seconds", "1")
     assert done.returncode == 1 and "no raylet runs here" in done.stderr
+
+
+def test_the_readmes_sizes_are_those_of_the_plan_and_of_the_input_benchmark():
+    text = (INFRA / "README.md").read_text()
+    rows = {int(row[0]): row[1:] for row in re.findall(r"^\| (\d+) \| ([\d.]*) ?\| ([\d.]+) \|$", text, re.M)}
+    plans = [Plan(Recipe.read(ROOT / "jobs" / f"{name}.toml"), IMAGENET_ROWS) for name in ("moco_v2_imagenet", "moco_v2_imagenet_64gpu")]
+    assert list(rows) == [1, 2, 4, 8, 16, 32, 64]
+    for ranks, told in rows.items():
+        for plan, figure in zip(plans, told, strict=True):
+            assert figure == ("" if ranks > plan.groups else f"{plan.object_store_bytes(ranks, DATA_TASKS) / 2**30:.2f}")
+    rounds = json.loads((ROOT / "tests" / "bench" / "results" / "input.json").read_text())["rounds"]
+    for plane, told in (("f. plane, originals", 2.50), ("f. plane, packed", 1.44)):
+        busy = [1000 * r[plane]["seconds"] / r[plane]["rows"] for r in rounds]
+        assert abs(statistics.median(busy) - told) < 0.02 and f"{told:.2f} ms" in text
+        column = 1 if "originals" in plane else 2
+        for row in re.findall(r"^\| ([\d,]+) \| (\d+) \+ 1 \| (\d+) \+ 1 \|$", text, re.M):
+            assert int(row[column]) == math.ceil(int(row[0].replace(",", "")) * told / 1000)
