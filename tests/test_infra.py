@@ -180,10 +180,12 @@ def test_pods_have_no_rights_that_they_do_not_need():
 
 
 def test_recipes_of_the_jobs_are_there():
+    settings = yaml.safe_load((KUBERAY / "cluster" / "settings.yaml").read_text())["data"]
     for target in TARGETS[1:]:
         job = next(d for d in kustomized(KUBERAY / target) if d["kind"] == "RayJob")
         words = job["spec"]["entrypoint"].split()
         assert words[:2] == ["moco-ray", "pretrain"] and words[3::2] == ["--data", "--storage", "--name", "--workers"]
+        assert words[4::2] == [settings["data"], settings["storage"], target, settings["workers"]]
         assert words[2] == f"/opt/moco_ray/jobs/{target}.toml" and (ROOT / "jobs" / f"{target}.toml").exists()
 
 
@@ -218,7 +220,7 @@ def test_both_images_have_the_same_python_and_packages():
     ours = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
     canonical = {name.lower().replace("_", "-"): version for name, version in ours.items()}
     assert {n: v for n, v in pins.items() if canonical.get(n.lower(), v) != v} == {}
-    settings = next(yaml.safe_load_all((KUBERAY / "cluster" / "settings.yaml").read_text()))
+    settings = yaml.safe_load((KUBERAY / "cluster" / "settings.yaml").read_text())
     assert settings["data"]["ray-version"] == ours["ray"]
 
 
