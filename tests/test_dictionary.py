@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from moco_ray.data.segment import content_of
-from moco_ray.dictionary import AGES, Dictionary, Duplicates
+from moco_ray.dictionary import AGES, Dictionary, Duplicates, against_queue
 from moco_ray.errors import NonFinite
 from moco_ray.method.queue import Queue
 from moco_ray.method.shuffle import permutation
@@ -227,3 +227,14 @@ def test_copies_are_counted_by_their_bytes():
     assert duplicates.share([(content, row) for row, content in rows]) == share  # another epoch brings nothing new
     sampled = [content_of(image, 4) for image in copies]  # all copies of an image, or none
     assert 50 < sum(content > 0 for content in sampled) < 160 and sampled[400:] == sampled[:20]
+
+
+@pytest.mark.parametrize("temperature", [0.005, 0.0299])
+def test_the_softmaxs_mass_does_not_vanish_at_low_temperatures(temperature):
+    draw = np.random.default_rng(0)
+    q, k = (torch.from_numpy(unit(draw, B, 32)).float() for _ in range(2))
+    queue, rows = Queue(4000, 32, 0), torch.arange(B)
+    sums = against_queue(q, k, queue, temperature, torch.arange(4000), rows)
+    weights = torch.softmax(q.double() @ queue.keys.double().T / temperature, 1)  # B,K; slot 0 is the oldest
+    for name, part in zip(AGES, reversed(weights.split(1000, 1)), strict=True):
+        assert sums[name].item() == pytest.approx(part.sum().item(), rel=1e-3)
