@@ -216,11 +216,33 @@ def test_each_group_is_normalised_as_torch_batch_norm_would_alone(layout):
     x = torch.randn(12, 5, 3, 3, dtype=torch.float64).to(memory_format=layout).requires_grad_()
     ours, theirs = GroupedBatchNorm2d(5, 4).double(), nn.BatchNorm2d(5).double()
     weights = torch.randn_like(x)
+    with torch.no_grad():
+        for layer in (ours, theirs):
+            layer.weight.copy_(torch.arange(1.0, 6.0)), layer.bias.copy_(torch.arange(5.0))
     expected = torch.cat([theirs(rows) for rows in x.split(4)])
-    (gradient,) = torch.autograd.grad((ours(x) * weights).sum(), x)
-    (expected_gradient,) = torch.autograd.grad((expected * weights).sum(), x)
-    assert torch.equal(ours(x), expected) and torch.equal(gradient, expected_gradient)
+    gradients = torch.autograd.grad((ours(x) * weights).sum(), (x, *ours.parameters()))
+    expected_gradients = torch.autograd.grad((expected * weights).sum(), (x, *theirs.parameters()))
+    assert torch.equal(ours(x), expected) and torch.equal(gradients[0], expected_gradients[0])
+    for gradient, expected_gradient in zip(gradients[1:], expected_gradients[1:], strict=True):
+        assert torch.allclose(gradient, expected_gradient, atol=1e-12)  # sums over groups
     assert ours.state_dict().keys() == theirs.state_dict().keys()
+    assert ours(x.detach()).is_contiguous(memory_format=layout)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_written_to_their_place_are_those_put_together_afterwards(layout, dtype):
+    """As under autocast: rows in bfloat16, weights and statistics in float32."""
+    x = torch.randn(12, 5, 3, 3, generator=torch.Generator().manual_seed(0)).to(dtype).contiguous(memory_format=layout).requires_grad_()
+    found = []
+    for compiling in (False, True):  # then the plain formula is what is compiled
+        layer = GroupedBatchNorm2d(5, 4)
+        with mock.patch("torch.compiler.is_compiling", return_value=compiling):
+            y = layer(x)
+        found.append([y, *torch.autograd.grad(y.float().square().sum(), (x, layer.weight, layer.bias)), layer.sums, layer.groups_seen])
+    assert [one.dtype for one in found[0]] == [one.dtype for one in found[1]]
+    for a, b in zip(*found, strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_running_statistics_move_once_a_step_by_the_mean_over_groups_however_many_passes():
