@@ -26,7 +26,7 @@ from moco_ray.exhibit import Step, exhibit
 from moco_ray.learner import Learner
 from moco_ray.lookout import Advice, Lookout, News, Notice
 from moco_ray.meter import Meter
-from moco_ray.method.encoder import refuse_emulated_precision
+from moco_ray.method.encoder import refuse_emulated_precision, use_float32_of
 from moco_ray.method.queue import Queue
 from moco_ray.plan import Plan
 from moco_ray.ranks import Ranks
@@ -98,6 +98,7 @@ class _Rank:
         self._recipe, self._manifest, self._sets = self._folder.recipe(), self._folder.manifest(), job.sets
         self._asked = job.asked
         refuse_emulated_precision(self._recipe.encoder, place.device)
+        use_float32_of(self._recipe.encoder)
         self._plan = Plan(self._recipe, self._manifest.rows)
         self._plan.refuse_world(ranks.world)
         self._about = about(self._recipe, self._manifest, self._plan)
