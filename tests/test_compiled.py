@@ -11,7 +11,7 @@ from tests import synthetic
 
 def train_as(ranks: Ranks, compiled: bool, passes: int, until: int | None = None, state: dict | None = None):
     recipe = synthetic.recipe(
-        encoder={"compile": compiled}, run={"groups_per_forward": passes, "checkpoint_every_steps": 4, "memory_format": "channels_last"}, schedule={"steps": 8}
+        encoder={"compile": compiled}, run={"groups_per_forward": passes, "checkpoint_every_steps": 4, "dictionary_every_steps": 0, "memory_format": "channels_last"}, schedule={"steps": 8}
     )
     log, learner = synthetic.run(ranks, recipe, state, until)
     return log.losses(), synthetic.copy_state(learner.state_dict()), log.states
