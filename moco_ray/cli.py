@@ -1,6 +1,6 @@
 """The command line. Not here: what the commands do.
 
-A user's mistake is one line on standard error and exit code 2; anything else keeps its traceback.
+A user's mistake is one line on standard error and exit code 2; interrupted is 130, stopped by SIGTERM 143; anything else keeps its traceback.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from moco_ray.cli_backbone import backbone_commands
 from moco_ray.cli_evaluate import evaluate_command
 from moco_ray.cli_health import health_commands
 from moco_ray.cli_runs import runs_command, watch_command
-from moco_ray.errors import UserError
+from moco_ray.errors import Stopped, UserError
 
 CPU_QUIET = {  # set before torch and Ray are imported: what they print is not for the user of this command
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -47,6 +47,9 @@ def main(words: list[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     try:
         return arguments.run(arguments) or 0  # a command that judges returns the code of its judgement
+    except Stopped as stopped:
+        print(f"moco-ray: {stopped}", file=sys.stderr)
+        return 143
     except UserError as error:
         if arguments.debug:
             raise

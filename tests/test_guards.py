@@ -30,7 +30,7 @@ LAYERS = [
     ["released"],
     ["evaluations", "events", "progress"],
     ["worker"],
-    ["desk", "process_group", "restarts", "train_worker", "probe_worker", "doctor_worker"],
+    ["desk", "stopping", "process_group", "restarts", "train_worker", "probe_worker", "doctor_worker"],
     ["launch"],
     ["launch_probe", "launch_doctor"],
     ["doctor", "evaluate_run", "bench_input", "detect"],
