@@ -14,6 +14,7 @@ from moco_ray.cli_backbone import backbone_commands
 from moco_ray.cli_evaluate import evaluate_command
 from moco_ray.cli_health import health_commands
 from moco_ray.cli_runs import runs_command, watch_command
+from moco_ray.cli_submit import submit_command
 from moco_ray.errors import Stopped, UserError
 
 CPU_QUIET = {  # set before torch and Ray are imported: what they print is not for the user of this command
@@ -35,14 +36,7 @@ GOES_ON = {  # after Ctrl-C
 
 def main(words: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(words)
-    # argparse takes no positional words after an option: the overrides among them come back as `rest`.
-    wrong = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
-    if wrong:
-        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
-    if rest:
-        arguments.overrides += rest
+    arguments = _parsed(words)
     for name, value in (CPU_QUIET if arguments.debug else CPU_QUIET | OWN_WORDS).items():
         os.environ.setdefault(name, value)
     try:
@@ -58,6 +52,19 @@ def main(words: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"moco-ray: interrupted{arguments.goes_on}", file=sys.stderr)
         return 130
+
+
+def _parsed(words: list[str] | None) -> argparse.Namespace:
+    """The arguments of one command. Leaves with code 2 for words that it does not have."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(words)
+    # argparse takes no positional words after an option: the overrides among them come back as `rest`.
+    wrong = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
+    if wrong:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -120,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     health_commands(command)
     runs_command(command)
     watch_command(command)
+    submit_command(command, _parsed)
     return parser
 
 
