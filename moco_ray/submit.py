@@ -27,6 +27,7 @@ from moco_ray.errors import UserError
 STOP_SECONDS = 60  # between `ray job stop` and the end of the driver: for a last checkpoint
 CONNECT_SECONDS = 10.0
 RECONNECT_SECONDS = 120.0  # that a head which does not answer is tried for, while a log is followed
+QUIET_SECONDS = 15.0  # that a job may take to start before it is said what it waits for
 ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 UPLOADED = (".toml", ".sh")  # files of this machine that go along
 
@@ -135,12 +136,12 @@ def follow(client: JobSubmissionClient, address: str, identity: str) -> int:
 
 
 async def _follow(client: JobSubmissionClient, address: str, identity: str) -> JobInfo:
-    shown, since, waiting = 0, 0.0, ""
+    shown, since, waiting, quiet_until = 0, 0.0, "", time.monotonic() + QUIET_SECONDS
     while True:
         try:
             info = client.get_job_info(identity)
             if info.status == JobStatus.PENDING:
-                if info.message and info.message != waiting:
+                if info.message and info.message != waiting and time.monotonic() > quiet_until:
                     waiting = info.message
                     _say(f"moco-ray: {' '.join(waiting.split())}")
                 await asyncio.sleep(1)

@@ -224,6 +224,20 @@ def test_a_job_that_fails_tells_why_and_leaves_with_its_code(place, tmp_path):
     assert code == 1 and "the cluster's image has no moco_ray" in words, words
 
 
+@pytest.mark.slow
+def test_from_images_to_a_backbone_in_one_job_and_once_more(place):
+    recipe, script = str(ROOT / "jobs" / "demo.toml"), str(ROOT / "jobs" / "end_to_end.sh")
+    given = {"RECIPE": "demo.toml", "IMAGES": "s3://images/train", "STORAGE": "s3://runs/all", "NAME": "mine", "BANK": "s3://images/train", "QUERIES": "s3://images/test"}
+    words = [word for name, value in given.items() for word in ("--env", f"{name}={value}")] + [script, recipe, *SMALL, "schedule.steps=30"]
+    code, said = place.run(*words)
+    assert code == 0 and "trained encoder" in said, said
+    names = {entry.name for entry in Store("s3://runs/all").list()}
+    assert {"packed/mine/pack.json", "runs/mine/evaluation.json", "backbones/mine.safetensors"} <= names
+    assert moco_ray.load_backbone("s3://runs/all/backbones/mine.safetensors").origin["step"] == 30
+    code, said = place.run(*words)
+    assert code == 0 and "it is finished: nothing to do" in said and "is there already, the same" in said, said
+
+
 NO_PACKAGE = """
 import sys
 class Blind:
