@@ -232,7 +232,7 @@ def test_from_images_to_a_backbone_in_one_job_and_once_more(place):
     code, said = place.run(*words)
     assert code == 0 and "trained encoder" in said, said
     names = {entry.name for entry in Store("s3://runs/all").list()}
-    assert {"packed/mine/pack.json", "runs/mine/evaluation.json", "backbones/mine.safetensors"} <= names
+    assert {"packed/mine/_moco_ray/pack.json", "runs/mine/evaluation.json", "backbones/mine.safetensors"} <= names
     assert moco_ray.load_backbone("s3://runs/all/backbones/mine.safetensors").origin["step"] == 30
     code, said = place.run(*words)
     assert code == 0 and "it is finished: nothing to do" in said and "is there already, the same" in said, said
