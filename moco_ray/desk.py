@@ -138,7 +138,8 @@ class Desk:
             self._aside("environment", lambda: self._journal.begun(message["from_step"], message["code"], message["nodes"], message["hardware"]))
         elif kind == "failed":
             self._running, self._waiting_since = False, time.monotonic()
-            events.failed(message["causes"])
+            if not self._stopping:  # then it is how they end
+                events.failed(message["causes"])
         elif kind == "saved":
             interval = self._plan.recipe.run.checkpoint_every_steps
             self._recounted = min(self._recounted, time.monotonic())
