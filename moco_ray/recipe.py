@@ -38,7 +38,7 @@ class Encoder(Section):
 class Contrast(Section):
     """The dictionary look-up: q against its own k and the queue."""
 
-    temperature: float = Field(0.2, ge=0.03)  # below, exp(-2/T) may vanish for all keys in float32
+    temperature: float = Field(0.2, gt=0.0)
     queue_keys: int = Field(65536, ge=1)
     key_momentum: float = Field(0.999, ge=0.0, le=1.0)
     symmetric: bool = False
