@@ -2,8 +2,12 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
+
+from moco_ray.data.begun import Begun
+from moco_ray.errors import UserError
 
 HEAVY = ("torch", "torchvision", "ray", "pyarrow", "pydantic", "numpy", "fsspec", "PIL", "matplotlib", "tensorboard")
 ASK = """
@@ -29,3 +33,37 @@ def heavy_imports(*words: str) -> set[str]:
 @pytest.mark.parametrize("words", [("--help",), ("pretrain", "--help")])
 def test_help_is_printed_before_anything_heavy_is_imported(words):
     assert heavy_imports(*words) == set()
+
+
+def test_the_driver_imports_no_torchvision_before_ray_is_started():
+    """With torch._dynamo it takes a second, and only the workers need it."""
+    ask = "import sys, moco_ray.launch; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    assert {"torch", "ray"} <= set(done.stdout.split())
+    assert {"torchvision", "torch._dynamo", "sympy"} & set(done.stdout.split()) == set()
+
+
+def test_the_first_item_is_made_before_it_is_asked_for_and_the_others_when_they_are():
+    made, begun = [], threading.Event()
+
+    def items():
+        for number in range(3):
+            made.append(number)
+            begun.set()
+            yield number
+
+    rows = Begun(items())
+    assert begun.wait(10) and made == [0]
+    assert [next(rows), next(rows)] == [0, 1] and made == [0, 1]
+    assert list(rows) == [2]
+
+
+@pytest.mark.parametrize("error", [UserError("no such image"), StopIteration()])
+def test_what_the_first_item_raises_is_raised_where_it_is_asked_for(error):
+    class Failing:
+        def __next__(self):
+            raise error
+
+    rows = Begun(Failing())
+    with pytest.raises(type(error)):
+        next(rows)
