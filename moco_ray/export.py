@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from safetensors.torch import save as bytes_of_tensors
 from torch import Tensor, nn
-from torchvision.models import resnet
 
 from moco_ray import detectron2_configs, layouts
 from moco_ray.backbone import SUFFIX, Backbone, Preprocessing, Trained, file_at, read_backbone, read_checkpoint
@@ -100,7 +99,7 @@ def _transformers(backbone: Backbone) -> Files:
         "embedding_size": 64,
         "hidden_sizes": [64 * block.expansion * 2**stage for stage in range(4)],
         "depths": list(depths),
-        "layer_type": "bottleneck" if block is resnet.Bottleneck else "basic",
+        "layer_type": "bottleneck" if block == "Bottleneck" else "basic",
         "hidden_act": "relu",
         "downsample_in_first_stage": False,
         "downsample_in_bottleneck": False,
