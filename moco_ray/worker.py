@@ -5,7 +5,7 @@ for what a step does (train.py) nor for starting and restarting workers.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,12 +15,14 @@ from moco_ray import attempts, checkpoint
 from moco_ray.attempts import Attempt
 from moco_ray.board import FLUSH_SECONDS, Wire, new_attempt
 from moco_ray.data import order
+from moco_ray.data.batch import Batch
+from moco_ray.data.begun import Begun
 from moco_ray.data.segment import Source
 from moco_ray.data.shards import Manifest
 from moco_ray.data.storage import one_line
 from moco_ray.data.stream import batches
 from moco_ray.data.whereabouts import rows_of_slots
-from moco_ray.errors import StorageFailing, UserError
+from moco_ray.errors import Stopped, StorageFailing, UserError
 from moco_ray.evaluate.features import LabelledSet, watch_knn
 from moco_ray.exhibit import Step, exhibit
 from moco_ray.learner import Learner
@@ -103,12 +105,15 @@ class _Rank:
         self._plan.refuse_world(ranks.world)
         self._about = about(self._recipe, self._manifest, self._plan)
         self._order = Source(self._manifest, self._recipe, self._plan).order
+        fresh = checkpoint.newest(self._folder.store) is None
+        self._rows = self._read_from(0) if fresh else None  # while the model is built
         self._learner = Learner.new(self._recipe, place.device)
 
     def train(self) -> None:
         """From the newest checkpoint to the last step. Collective."""
         learner, ranks, recipe = self._learner, self._ranks, self._recipe
         saved, skipped = restore(learner, self._folder, self._about, ranks)
+        rows: Iterator[Batch] = self._rows if self._rows and saved is None else self._read_from(learner.step)
         if recipe.encoder.warm_start and saved is None:
             from moco_ray.warm_start import warm_start  # a second of imports that a restart need not wait for
 
@@ -119,11 +124,10 @@ class _Rank:
         self._register(saved, skipped)
         self._meter = Meter(self._plan, ranks, learner.step)
         self._saver = Saver(self._write, self._wire.tell)
-        news = News(self._notice, lambda: self._own_order or self._wire.orders.get("save"), self._saver.take_newest)
+        wire = self._wire
+        news = News(self._notice, lambda: self._own_order or wire.orders.get("save"), self._saver.take_newest, lambda: wire.orders.get("stop", ""))
         self._lookout = Lookout(ranks, news, recipe.run.checkpoint_every_minutes, learner.step)
         self._began, self._first_step, self._advice, self._patience_seconds = 0.0, learner.step, Advice(), FIRST_STEPS_SECONDS
-        cpus = self._place.data_cpus(ranks.world)
-        rows = batches(self._manifest, recipe, self._plan, ranks.world, ranks.rank, learner.step, cpus)
         if self._place.device.type != "cpu":
             rows = (batch._replace(crops=batch.crops.to(self._place.device)) for batch in rows)
         ranks.expect_answers_within(FIRST_STEPS_SECONDS)
@@ -133,6 +137,12 @@ class _Rank:
             train(learner, self._meter.timed(rows), self._plan, ranks, outputs)
         finally:
             self._saver.close()
+
+    def _read_from(self, step: int) -> Iterator[Batch]:
+        """This rank's batches from that step on; reading begins now."""
+        ranks = self._ranks
+        cpus = self._place.data_cpus(ranks.world)
+        return Begun(batches(self._manifest, self._recipe, self._plan, ranks.world, ranks.rank, step, cpus))
 
     def _register(self, saved: checkpoint.Saved | None, skipped: list[str]) -> None:
         """Say who carries the run from here on. Collective: no rank trains before it is in the storage."""
@@ -176,7 +186,7 @@ class _Rank:
 
     def _save(self, learner: Learner) -> None:
         advice, self._advice, self._own_order = self._advice, Advice(), None
-        wait, must = learner.step >= self._plan.total_steps or bool(advice.halt_until), bool(advice.save)
+        wait, must = learner.step >= self._plan.total_steps or bool(advice.halt_until) or advice.stop, bool(advice.save)
         must = must or due(learner.step, self._plan)[1]  # it is to be evaluated
         with self._meter.paused():
             refuse_different_queues(learner, self._ranks)
@@ -190,6 +200,8 @@ class _Rank:
                 self._ranks.expect_answers_within(self._patience_seconds)
             if advice.halt_until:
                 self._halt(advice.halt_until)
+        if advice.stop and learner.step < self._plan.total_steps:
+            raise Stopped(f"stopped at step {learner.step}, whose checkpoint is safe; the same command goes on from there")
 
     def _write(self, step: int, state: dict[str, Any]) -> checkpoint.Saved:
         """In the saver's thread: the record of all steps so far first, so that a checkpoint never runs ahead of it."""
