@@ -286,7 +286,7 @@ def test_backbone_is_torchvisions_by_name_shape_and_output(name, torchvision_mod
     x = torch.randn(2, 3, 64, 64)
     ours.eval(), theirs.eval()
     with torch.no_grad():
-        assert torch.equal(ours(x), theirs(x))
+        assert torch.allclose(ours(x), theirs(x), atol=1e-5)  # small maps are summed in another order
 
 
 @pytest.mark.parametrize("stem,size", [("imagenet", 2), ("small_stride1", 8), ("small_stride2", 4)])
@@ -316,31 +316,47 @@ def test_weights_depend_on_the_seed_alone_and_leave_the_global_random_state():
     assert torch.equal(weight.double(), double.backbone.conv1.weight)
 
 
-@pytest.mark.parametrize("size,stride", [(1, 1), (2, 1), (2, 2), (4, 2), (8, 1)])
-def test_small_map_convolution_has_the_gradients_of_conv2d(size, stride):
-    plain = nn.Conv2d(6, 10, 3, stride=stride, padding=1, bias=False).double()
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("size,stride,kernel", [(1, 1, 3), (2, 1, 3), (2, 2, 3), (4, 2, 3), (3, 2, 3), (8, 1, 3), (2, 1, 1), (4, 2, 1)])
+def test_small_map_convolution_has_the_values_and_gradients_of_conv2d(size, stride, kernel, layout):
+    plain = nn.Conv2d(6, 10, kernel, stride=stride, padding=kernel // 2, bias=False).double().to(memory_format=layout)
     ours = SmallMapConv2d.like(plain)
-    x = torch.randn(5, 6, size, size, dtype=torch.float64).requires_grad_()
+    x = torch.randn(5, 6, size, size, dtype=torch.float64).contiguous(memory_format=layout).requires_grad_()
     expected = plain(x)
     weights = torch.randn_like(expected)
     wanted = torch.autograd.grad((expected * weights).sum(), (x, plain.weight))
     got = torch.autograd.grad((ours(x) * weights).sum(), (x, ours.weight))
-    assert torch.equal(ours(x), expected) and ours.weight is plain.weight
+    assert torch.allclose(ours(x), expected, atol=1e-12) and ours.weight is plain.weight
+    assert ours(x).is_contiguous(memory_format=layout)
     for a, b in zip(got, wanted, strict=True):
         assert torch.allclose(a, b, atol=1e-12)
 
 
-def test_encoder_uses_the_small_map_gradient_where_maps_are_small_and_only_there():
-    encoder = build_encoder(recipes.Encoder(backbone="resnet10", stem="small_stride2"), 2, seed=0)
-    used = []
-    with mock.patch.object(
-        small_maps._SmallMapConvolution, "apply", lambda x, w, s, p: used.append(w.shape) or F.conv2d(x, w, None, s, p)
-    ):
-        encoder(torch.randn(2, 3, 32, 32))
-        assert used == [(512, 256, 3, 3), (512, 512, 3, 3)]  # the 2x2 maps of the last stage
-        with torch.no_grad():
-            encoder(torch.randn(2, 3, 32, 32))
-        assert len(used) == 2
+@pytest.mark.parametrize("size", [2, 4])
+def test_small_map_convolution_in_bfloat16_is_as_near_to_float32_as_conv2ds(size):
+    plain = nn.Conv2d(64, 32, 3, padding=1, bias=False).to(memory_format=torch.channels_last)
+    ours, found = SmallMapConv2d.like(plain), []
+    x = torch.randn(8, 64, size, size).contiguous(memory_format=torch.channels_last).requires_grad_()
+    for layer, enabled in ((plain, False), (plain, True), (ours, True)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y = layer(x)
+        found.append([y, *torch.autograd.grad(y.float().square().sum(), (x, plain.weight))])
+    assert [one.dtype for one in found[1]] == [one.dtype for one in found[2]]
+    for exact, library, own in zip(*found, strict=True):
+        assert (own.float() - exact).abs().max() <= 2 * (library.float() - exact).abs().max()
+
+
+def test_encoder_uses_matrix_products_where_maps_are_small_and_only_there():
+    encoder, used = build_encoder(recipes.Encoder(backbone="resnet10", stem="small_stride2"), 2, seed=0), []
+    encoder, images = (one.to(memory_format=torch.channels_last) for one in (encoder, torch.randn(2, 3, 32, 32)))
+    apply = small_maps._SmallMapConvolution.apply
+    with mock.patch.object(small_maps._SmallMapConvolution, "apply", lambda x, w, *rest: used.append(tuple(w.shape)) or apply(x, w, *rest)):
+        encoder(images)
+        last_stage = [(512, 256, 3, 3), (512, 512, 3, 3), (512, 256, 1, 1)]  # with the 2x2 maps
+        assert used == last_stage
+        with torch.autocast("cpu", torch.bfloat16):
+            encoder(images)
+        assert used[3:] == [(256, 128, 3, 3), (256, 256, 3, 3), (256, 128, 1, 1), *last_stage]  # and 4x4
 
 
 def test_bfloat16_is_refused_on_a_cpu_that_only_emulates_it():

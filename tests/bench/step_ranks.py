@@ -46,9 +46,9 @@ def batches(plan: Plan, ranks: Ranks) -> Iterator[Batch]:
     """The same random crops again and again."""
     own, pixels = rows_of(plan, ranks.world, ranks.rank), plan.recipe.augment.image_pixels
     crops = np.random.default_rng(ranks.rank).integers(0, 256, (len(own), 2, pixels, pixels, 3), dtype=np.uint8)
-    positions = torch.arange(own.start, own.stop)
+    positions, held = torch.arange(own.start, own.stop), torch.from_numpy(crops).to(ranks.device)
     while True:
-        yield Batch(0, torch.from_numpy(crops), positions, positions)
+        yield Batch(0, held, positions, positions)
 
 
 class Told:
@@ -92,13 +92,13 @@ def our_loop(learner: Learner, plan: Plan, ranks: Ranks) -> Told:
     return Told(run)
 
 
-def run_ranks(world: int, function: Callable, *arguments: Any) -> list[Any]:
-    """`function(ranks, *arguments)` on so many processes of one thread each; the results in rank order."""
+def run_ranks(world: int, function: Callable, *arguments: Any, cuda: bool = False) -> list[Any]:
+    """`function(ranks, *arguments)` on so many processes of one thread each; the results in rank order. `cuda`: a GPU each, and NCCL."""
     context = multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"
-        processes = [context.Process(target=_rank, args=(answers, rank, world, store, function, arguments)) for rank in range(world)]
+        processes = [context.Process(target=_rank, args=(answers, (rank, world, store, cuda), function, arguments)) for rank in range(world)]
         for process in processes:
             process.start()
         found = dict(answers.get() for _ in processes)
@@ -110,12 +110,16 @@ def run_ranks(world: int, function: Callable, *arguments: Any) -> list[Any]:
     return [found[rank] for rank in range(world)]
 
 
-def _rank(answers: Any, rank: int, world: int, store: str, function: Callable, arguments: tuple) -> None:
+def _rank(answers: Any, place: tuple[int, int, str, bool], function: Callable, arguments: tuple) -> None:
     torch.set_num_threads(1)
+    rank, world, store, cuda = place
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", init_method=store, rank=rank, world_size=world)
     try:
-        answer = function(Ranks.current(), *arguments)
+        answer = function(Ranks.current(device), *arguments)
     except Exception as error:  # noqa: BLE001 - the starter raises it
         answer = error
     answers.put((rank, answer))

@@ -1,12 +1,16 @@
 """A whole step beside the released one, on 1, 2 and 4 ranks; and the share of a step that is neither encoder nor optimizer.
 
 Both take the same 32 rows a rank of images in memory, with ResNet-18 at 64 pixels and K 65536; the released step gets them as
-normalised float32, ours as uint8 crops. Loops take turns of STEPS steps in the same processes; a turn is the clock's time between two
-barriers. Not here: reading and augmenting images (input.py), parts alone (step_parts.py).
+normalised float32, ours as uint8 crops. Loops take turns of STEPS steps in the same processes. A turn is the CPU time of all ranks with
+their gloo threads, which neighbours of the machine do not move much; the clock's time between two barriers stands beside it. Not here:
+reading and augmenting images (input.py), parts alone (step_parts.py).
 """
 
+import contextlib
+import itertools
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -20,12 +24,15 @@ from moco_ray.method.contrast import info_nce
 from moco_ray.method.encoder import build_backbone, width_of
 from moco_ray.plan import Plan
 from moco_ray.ranks import Ranks
+from moco_ray.recipe import Recipe
+from moco_ray.train import Outputs, train
 from tests import released_step
 from tests.bench.step_ranks import Told, batches, our_loop, recipe_of, run_ranks
 
 STEPS = 2
 ROWS = 1_280_000
 BACKBONE, PIXELS = "resnet18", 64
+AUGMENT = {"jitter": [0.4, 0.4, 0.4, 0.1], "grayscale_probability": 0.2, "blur_probability": 0.5, "flip_probability": 0.5}  # MoCo v2's
 
 
 def whole(rounds: int, worlds: tuple[int, ...] = (1, 2, 4)) -> dict[str, Any]:
@@ -37,23 +44,27 @@ def _whole(ranks: Ranks, rounds: int) -> dict[str, Any]:
     for precision in ("float32", "bfloat16"):
         recipe = recipe_of(ranks.world, BACKBONE, PIXELS, encoder={"precision": precision})  # channels_last, the default
         loops[f"ours, {precision}"] = our_loop(Learner.new(recipe), Plan(recipe, ROWS), ranks)
-    seconds: dict[str, list[float]] = {name: [] for name in loops}
+    cpu: dict[str, list[float]] = {name: [] for name in loops}
+    clock: dict[str, list[float]] = {name: [] for name in loops}
     for _ in range(rounds):
         for name, loop in loops.items():
             dist.barrier()
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.process_time()
             loop.take(STEPS)
+            used = torch.tensor(time.process_time() - used)
             dist.barrier()
-            seconds[name].append((time.perf_counter() - began) / STEPS)
-    times = {name: [a / b for a, b in zip(seconds["released"], values, strict=True)] for name, values in seconds.items() if name != "released"}
-    return {
-        "seconds_a_step": {name: round(statistics.median(values), 4) for name, values in seconds.items()},
-        "times": {name: round(statistics.median(ratios), 2) for name, ratios in times.items()},
-        "times_of_rounds": {name: [round(ratio, 2) for ratio in ratios] for name, ratios in times.items()},
-    }
+            clock[name].append((time.perf_counter() - began) / STEPS)
+            dist.all_reduce(used)
+            cpu[name].append(used.item() / STEPS)
+    found = {}
+    for kind, seconds in (("", cpu), ("_by_the_clock", clock)):
+        ratios = {name: [a / b for a, b in zip(seconds["released"], values, strict=True)] for name, values in seconds.items() if name != "released"}
+        found[f"seconds_a_step{kind}"] = {name: round(statistics.median(values), 4) for name, values in seconds.items()}
+        found[f"times{kind}"] = {name: round(statistics.median(values), 2) for name, values in ratios.items()}
+    return found
 
 
-def released_loop(ranks: Ranks, recipe: Any) -> Told:
+def released_loop(ranks: Ranks, recipe: Recipe) -> Told:
     """The released step in DDP with its settings, contiguous and float32 as there."""
     network = [_network(recipe.encoder.backbone) for _ in range(2)]
     network[1].load_state_dict(network[0].state_dict())
@@ -83,26 +94,27 @@ def _network(backbone: str) -> nn.Module:
 
 
 class Clock:
-    """CPU seconds of this thread in each part. What a part calls that is timed itself is counted there."""
+    """Seconds in each part, by `now`: CPU seconds of this thread. What a part calls that is timed itself is counted there."""
 
-    def __init__(self):
+    def __init__(self, now: Callable[[], float] = time.thread_time):
+        self._now = now
         self.seconds: dict[str, float] = {}
         self._open: list[tuple[str, float]] = []
 
     def enter(self, name: str) -> None:
         self._stop()
-        self._open.append((name, time.thread_time()))
+        self._open.append((name, self._now()))
 
     def leave(self) -> None:
         self._stop()
         self._open.pop()
         if self._open:
-            self._open[-1] = (self._open[-1][0], time.thread_time())
+            self._open[-1] = (self._open[-1][0], self._now())
 
     def _stop(self) -> None:
         if self._open:
             name, began = self._open[-1]
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.thread_time() - began
+            self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - began
 
     def timed(self, name: str, function: Any) -> Any:
         def work(*arguments: Any, **named: Any) -> Any:
@@ -119,15 +131,15 @@ def share(rounds: int) -> dict[str, Any]:
     """ResNet-50 at 224 pixels, 32 rows, K 65536, one rank and thread, MoCo v2's augmentation, 8 BatchNorm groups of 4."""
     found = {}
     for precision in ("float32", "bfloat16"):
-        torch.set_num_threads(1)
-        changes = {"batch": {"bn_group_size": 4}, "encoder": {"precision": precision}}
-        found[precision] = shares_of(recipe_of(1, "resnet50", 224, **changes, augment=dict(
-            jitter=[0.4, 0.4, 0.4, 0.1], grayscale_probability=0.2, blur_probability=0.5, flip_probability=0.5)), rounds)  # fmt: skip
+        recipe = recipe_of(1, "resnet50", 224, batch={"bn_group_size": 4}, encoder={"precision": precision}, augment=AUGMENT)
+        found[precision] = shares_of(recipe, rounds)
     return found
 
 
-def shares_of(recipe: Any, steps: int) -> dict[str, Any]:
-    learner, clock = Learner.new(recipe), Clock()
+def shares_of(recipe: Recipe, steps: int, ranks: Ranks | None = None, now: Callable[[], float] = time.thread_time) -> dict[str, Any]:
+    """Of the loop's steps, the first left out, on one rank."""
+    ranks = ranks or Ranks()
+    learner, clock, plan = Learner.new(recipe, ranks.device), Clock(now), Plan(recipe, ROWS)
     for encoder, name in ((learner.f_q, "query encoder"), (learner.f_k, "key encoder")):
         encoder.forward = clock.timed(name, encoder.forward)
     learner.optimizer.step = clock.timed("optimizer", learner.optimizer.step)
@@ -136,31 +148,25 @@ def shares_of(recipe: Any, steps: int) -> dict[str, Any]:
         "moco_ray.train.info_nce": clock.timed("loss", info_nce),
         "moco_ray.train.colour_stage": clock.timed("colour stage", colour_stage),
     }
-    patches = [mock.patch(name, part) for name, part in parts.items()]
-    for patch in patches:
-        patch.start()
-    began = [0.0]
 
-    def completed() -> None:
+    def completed(step: int) -> bool:
         clock.leave()
-        clock.seconds.clear() if not began[0] else None
-        began[0] += 1
+        if step == 1:  # it sets much up
+            clock.seconds.clear()
         clock.enter("the rest")
+        return False
 
-    def run(done: Any) -> None:
+    rows = itertools.islice(batches(plan, ranks), steps + 1)
+    with contextlib.ExitStack() as patched:
+        for name, part in parts.items():
+            patched.enter_context(mock.patch(name, part))
         clock.enter("the rest")
-        from moco_ray.train import Outputs, train
-
-        outputs = Outputs(lambda *_: None, lambda learner: None, None, lambda step: bool((completed(), done())[1]))
-        train(learner, batches(Plan(recipe, ROWS), Ranks()), Plan(recipe, ROWS), Ranks(), outputs)
-
-    Told(run).take(steps)
-    for patch in patches:
-        patch.stop()
+        with contextlib.suppress(StopIteration):  # no more rows
+            train(learner, rows, plan, ranks, Outputs(lambda *_: None, lambda learner: None, None, completed))
     total = sum(clock.seconds.values())
-    encoders = sum(seconds for name, seconds in clock.seconds.items() if "encoder" in name or name == "optimizer")
+    counted = sum(seconds for name, seconds in clock.seconds.items() if "encoder" in name or name == "optimizer")
     return {
-        "seconds_a_step": round(total / steps, 3),
+        "seconds_a_step": round(total / steps, 4),
         "shares": {name: round(seconds / total, 4) for name, seconds in sorted(clock.seconds.items(), key=lambda item: -item[1])},
-        "neither_encoder_nor_optimizer": round(1 - encoders / total, 4),
+        "neither_encoder_nor_optimizer": round(1 - counted / total, 4),
     }
