@@ -2,7 +2,7 @@
 
     python -m tests.bench.step [PART ...] [--rounds 5]          # all parts: 15 minutes; each one: up to 4
 
-Parts: momentum, enqueue, loss, four_million, batchnorm (step_parts.py); wire (step_wire.py, needs root); whole, share (step_whole.py).
+Parts: momentum, enqueue, loss, four_million, batchnorm, layouts (step_parts.py); wire (step_wire.py, needs root); whole, share (step_whole.py).
 The reference is a step of the released MoCo written down anew (tests/released_step.py), which computes the same in float64
 (tests/test_fused_parts.py). Results are kept in tests/bench/results/step.json, part by part, with the machine they were measured on; the table
 in step.md is made of them, with each target and whether it was met.
@@ -22,7 +22,7 @@ from tests.bench import step_parts, step_whole, step_wire
 RESULTS = Path(__file__).with_name("results")
 PARTS = {
     "momentum": step_parts.momentum, "enqueue": step_parts.enqueue, "loss": step_parts.loss, "four_million": step_parts.four_million,
-    "batchnorm": step_parts.batchnorm, "wire": step_wire.wire, "whole": step_whole.whole, "share": step_whole.share,
+    "batchnorm": step_parts.batchnorm, "layouts": step_parts.layouts, "wire": step_wire.wire, "whole": step_whole.whole, "share": step_whole.share,
 }  # fmt: skip
 
 

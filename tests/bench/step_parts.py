@@ -1,4 +1,4 @@
-"""Parts of a step beside what they replace, each in one process with one thread: momentum, enqueue, loss, grouped BatchNorm.
+"""Parts of a step beside what they replace, each in one process with one thread: momentum, enqueue, loss, grouped BatchNorm, encoders.
 
 Milliseconds are CPU time of the measuring thread, which neighbours of the machine do not move much; cases take turns in one
 process, and ratios are medians over rounds of one round's ratio. Extra memory is the peak of the resident set above what it was
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from moco_ray import recipe
 from moco_ray.method.batchnorm import GroupedBatchNorm2d
 from moco_ray.method.contrast import info_nce
-from moco_ray.method.encoder import build_encoder
+from moco_ray.method.encoder import build_backbone, build_encoder
 from moco_ray.method.momentum import follow, key_encoder_of
 from moco_ray.method.queue import Queue
 from tests import released_step
@@ -205,3 +205,37 @@ def _norm_cases(shape: tuple[int, int, int], dtype: torch.dtype, layout: torch.m
         return work
 
     return {"BatchNorm2d": of(nn.BatchNorm2d(shape[0])), "ours": of(GroupedBatchNorm2d(shape[0], 8))}
+
+
+# --- precision and layout -----------------------------------------------------------------------------------------------
+
+
+def layouts(rounds: int) -> dict[str, Any]:
+    """Query encoder forward and backward, key encoder forward, 4 BatchNorm groups: how many times as fast as torchvision's contiguous float32."""
+    found = {}
+    for backbone, pixels, rows in (("resnet18", 64, 32), ("resnet50", 224, 8)):
+        cases = {"torchvision, float32, contiguous": _pass(build_backbone(backbone, "imagenet"), rows, pixels, torch.contiguous_format, False)}
+        for precision in ("float32", "bfloat16"):
+            for name, layout in (("contiguous", torch.contiguous_format), ("channels_last", torch.channels_last)):
+                encoder = build_encoder(recipe.Encoder(backbone=backbone), rows // 4, 0).backbone
+                cases[f"{precision}, {name}"] = _pass(encoder, rows, pixels, layout, precision == "bfloat16")
+        turns = taking_turns(cases, rounds)
+        reference = turns["torchvision, float32, contiguous"]
+        ratios = {name: statistics.median(a / b for a, b in zip(reference, values, strict=True)) for name, values in turns.items()}
+        found[f"{backbone}, {pixels} pixels"] = {
+            "ms": {name: round(statistics.median(values), 1) for name, values in turns.items()}, "times": {name: round(r, 2) for name, r in ratios.items()}
+        }  # fmt: skip
+    return found
+
+
+def _pass(encoder: nn.Module, rows: int, pixels: int, layout: torch.memory_format, reduced: bool) -> Callable[[], Any]:
+    encoder, x = encoder.to(memory_format=layout), torch.randn(rows, 3, pixels, pixels).contiguous(memory_format=layout)
+
+    def work() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=reduced):
+            with torch.no_grad():
+                encoder(x)
+            y = encoder(x)
+        torch.autograd.grad(y.float().square().sum(), list(encoder.parameters()))
+
+    return work
