@@ -97,9 +97,11 @@ def _parser() -> argparse.ArgumentParser:
     plan = command("show-plan", _show_plan, "print what a recipe means: steps, groups, rates, memory, warnings")
     _recipe_arguments(plan)
     plan.add_argument("--rows", type=int, help="number of images, where no data set is given")
-    plan.add_argument("--workers", type=int, default=1, help="for the efficiency of this many workers (1)")
-
+    plan.add_argument("--workers", type=int, help="for the efficiency of this many workers (1)")
     plan.add_argument("--at-step", type=int, metavar="STEP", help="also tell what a resume at this step would open")
+    plan.add_argument("--gpus", metavar="MIN:MAX", help="instead: predicted speed, load, hours and money on so many GPUs, for example 8:1024")
+    plan.add_argument("--cluster", metavar="FILE", help="with --gpus: TOML of your cluster's facts, for example infra/cluster_facts.toml")
+    plan.add_argument("--fact", action="append", default=[], metavar="KEY=VALUE", help="with --gpus: one of them, for example gpu.images_per_second=1500")
 
     _data_commands(command)
 
@@ -203,10 +205,21 @@ def _finished(folder) -> None:
 
 
 def _show_plan(arguments: argparse.Namespace) -> None:
-    from moco_ray.show_plan import describe
-
+    recipe, facts = _read_recipe(arguments), arguments.cluster or arguments.fact
     with _spread(arguments) as spread:
-        print(describe(_read_recipe(arguments), arguments.rows, arguments.workers, arguments.at_step, spread))
+        if arguments.gpus is None:
+            from moco_ray.show_plan import describe
+
+            if facts:
+                raise UserError("--cluster and --fact go with --gpus: give the range of GPUs, as --gpus 8:1024")
+            print(describe(recipe, arguments.rows, 1 if arguments.workers is None else arguments.workers, arguments.at_step, spread))
+            return
+        from moco_ray.cluster_facts import ClusterFacts
+        from moco_ray.show_scale import describe_scale
+
+        if arguments.workers is not None or arguments.at_step is not None:
+            raise UserError("--gpus predicts other numbers of workers: give it without --workers and --at-step")
+        print(describe_scale(recipe, arguments.rows, arguments.gpus, ClusterFacts.read(arguments.cluster, arguments.fact), spread))
 
 
 @contextlib.contextmanager

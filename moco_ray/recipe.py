@@ -230,7 +230,7 @@ class Recipe(Section):
         except tomllib.TOMLDecodeError as error:
             raise UserError(f"{source} is not valid TOML: {error}") from error
         for override in overrides:
-            _apply(values, override)
+            apply_override(values, override)
         return cls.parse(values, source=source)
 
     @classmethod
@@ -238,7 +238,7 @@ class Recipe(Section):
         """The defaults (MoCo v2) with `section.key=value` overrides. Raises UserError."""
         values: dict[str, Any] = {}
         for override in overrides:
-            _apply(values, override)
+            apply_override(values, override)
         return cls.parse(values, source="the command line")
 
     @classmethod
@@ -247,7 +247,7 @@ class Recipe(Section):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise UserError(f"{source}: {_explain(error)}") from error
+            raise UserError(f"{source}: {explain(error, field_names() + list(cls.model_fields))}") from error
 
     def at_absolute_paths(self) -> "Recipe":
         """The same recipe with its local folders as absolute paths: workers run in another folder."""
@@ -307,12 +307,13 @@ def field_names() -> list[str]:
     return [f"{s}.{k}" for s, f in Recipe.model_fields.items() for k in f.annotation.model_fields]
 
 
-def _apply(values: dict[str, Any], override: str) -> None:
+def apply_override(values: dict[str, Any], override: str, example: str = "optimizer.learning_rate=0.06") -> None:
+    """Put `section.key=value` into a nested dictionary. Raises UserError, with the example, for what is none."""
     name, equals, text = override.partition("=")
     section, dot, key = name.strip().partition(".")
     if not equals or not dot:
         raise UserError(
-            f"override {override!r} is not of the form section.key=value, for example optimizer.learning_rate=0.06"
+            f"override {override!r} is not of the form section.key=value, for example {example}"
         )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
@@ -324,11 +325,11 @@ def _apply(values: dict[str, Any], override: str) -> None:
     table[key] = value
 
 
-def _explain(error: ValidationError) -> str:
+def explain(error: ValidationError, known: list[str]) -> str:
+    """The first mistake and its cure; of the `known` keys the nearest is named."""
     first = error.errors()[0]
     name = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        known = field_names() + list(Recipe.model_fields)
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
         return f"unknown key {name!r}; the nearest known one is {near!r}"
     if first["type"] == "missing":
