@@ -1,6 +1,6 @@
 """The command line. Not here: what the commands do.
 
-A user's mistake is one line on standard error and exit code 2; anything else keeps its traceback.
+A user's mistake is one line on standard error and exit code 2; interrupted is 130, stopped by SIGTERM 143; anything else keeps its traceback.
 """
 
 import argparse
@@ -14,7 +14,8 @@ from moco_ray.cli_backbone import backbone_commands
 from moco_ray.cli_evaluate import evaluate_command
 from moco_ray.cli_health import health_commands
 from moco_ray.cli_runs import runs_command, watch_command
-from moco_ray.errors import UserError
+from moco_ray.cli_submit import submit_command
+from moco_ray.errors import Stopped, UserError
 
 CPU_QUIET = {  # set before torch and Ray are imported: what they print is not for the user of this command
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -35,18 +36,14 @@ GOES_ON = {  # after Ctrl-C
 
 def main(words: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(words)
-    # argparse takes no positional words after an option: the overrides among them come back as `rest`.
-    wrong = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
-    if wrong:
-        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
-    if rest:
-        arguments.overrides += rest
+    arguments = _parsed(words)
     for name, value in (CPU_QUIET if arguments.debug else CPU_QUIET | OWN_WORDS).items():
         os.environ.setdefault(name, value)
     try:
         return arguments.run(arguments) or 0  # a command that judges returns the code of its judgement
+    except Stopped as stopped:
+        print(f"moco-ray: {stopped}", file=sys.stderr)
+        return 143
     except UserError as error:
         if arguments.debug:
             raise
@@ -55,6 +52,19 @@ def main(words: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"moco-ray: interrupted{arguments.goes_on}", file=sys.stderr)
         return 130
+
+
+def _parsed(words: list[str] | None) -> argparse.Namespace:
+    """The arguments of one command. Leaves with code 2 for words that it does not have."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(words)
+    # argparse takes no positional words after an option: the overrides among them come back as `rest`.
+    wrong = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
+    if wrong:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -119,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     health_commands(command)
     runs_command(command)
     watch_command(command)
+    submit_command(command, _parsed)
     return parser
 
 

@@ -61,6 +61,7 @@ class Desk:
         self._seconds_a_step = 0.0
         self._without: set[str] = set()  # what failed of all that only looks at the run
         self._running, self._waiting_since, self._recounted = False, time.monotonic(), 0.0
+        self._stopping, self._trained = "", False  # why; whether all steps are done
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="desk", daemon=True)
 
@@ -77,8 +78,17 @@ class Desk:
         with contextlib.suppress(UserError):
             self._hang(PICTURE_SECONDS)
 
+    def stop(self) -> bool:
+        """Have the workers write a last checkpoint and end: the run then raises Stopped. False if none are at work. From any thread."""
+        if not self._running or self._trained:
+            return False
+        self._stopping = "the run is asked to stop (SIGTERM)"
+        self._order({"stop": self._stopping})
+        return True
+
     def finish_evaluations(self) -> None:
         """Wait for those that are due still, each for its time at the most. Raises what stops the driver meanwhile."""
+        self._trained = True
         if not self._evaluations.idle:
             steps = ", ".join(map(str, self._evaluations.steps_waiting))
             self._progress.say(f"waiting for the evaluation of step {steps}; after Ctrl-C the same command makes up for it")
@@ -122,6 +132,8 @@ class Desk:
             self._record(message)
         elif kind == "begin":
             self._running, self._nodes = True, set(message["node_ids"])
+            if self._stopping:
+                self._order({"stop": self._stopping})
             events.begin(message)
             self._aside("environment", lambda: self._journal.begun(message["from_step"], message["code"], message["nodes"], message["hardware"]))
         elif kind == "failed":
@@ -183,10 +195,10 @@ class Desk:
             self.events.pulses(ray.get(self._board.pulses.remote(), timeout=10), patience)
         leaving = {node: deadline for node, deadline in nodes_leaving().items() if node in self._nodes}
         if leaving:
-            self._board.order.remote({"leaving": leaving})
+            self._order({"leaving": leaving})
         joined = self.events.cluster(living())
         if joined and self._running:  # Ray Train starts the workers anew as soon as it knows, and does not ask before
-            self._board.order.remote({"save": (f"node {joined[0]} joined", time.time())})
+            self._order({"save": (f"node {joined[0]} joined", time.time())})
             self._recounted = time.monotonic() + JOINED_SECONDS
         if not self._running and time.monotonic() - self._waiting_since > WAITING_SECONDS:
             self._waiting_since = time.monotonic()
@@ -202,6 +214,10 @@ class Desk:
                 self._record({"entry": outcome.entry, "bad": []})
         self._hang()
         self._journal.sync_if_due()
+
+    def _order(self, orders: dict[str, Any]) -> None:
+        with contextlib.suppress(ray.exceptions.RayError):  # the trainer tells
+            self._board.order.remote(orders)
 
     def _hang(self, wait_seconds: float = 0.0) -> None:
         for pictures in self._aside("pictures", lambda: self._gallery.finished(wait_seconds)) or []:

@@ -40,6 +40,7 @@ from moco_ray.restarts import FAILURES, Guard, one_line
 from moco_ray.run_folder import RunFolder
 from moco_ray.session import Room, lazily_spread, ray_session
 from moco_ray.standing import Standing
+from moco_ray.stopping import same_interrupt, stoppable
 from moco_ray.train_worker import train_worker
 from moco_ray.warm_start import begun_from, keep
 from moco_ray.worker import Job, about
@@ -164,7 +165,8 @@ def _carry(surveyed: Surveyed, folder: RunFolder, workers: Workers, lease: Lease
         gallery = Gallery(surveyed.manifest, plan, min((attempt.from_step for attempt in attempts.all_of(run)), default=start))
         gauges = Gauges(run.uri.rstrip("/").rpartition("/")[2], plan)
         try:
-            with Desk(board, journal, progress, plan, lease, evaluations, lambda: room.words(workers), gallery, gauges) as desk:
+            words = lambda: room.words(workers)  # noqa: E731
+            with Desk(board, journal, progress, plan, lease, evaluations, words, gallery, gauges) as desk, stoppable(desk.stop):
                 if start < plan.total_steps:
                     _fit(Job(run.uri, str(workers), board, None if evaluations.beside else surveyed.sets), folder, workers, room, debug)
                 if not _finished(folder, surveyed):
@@ -193,7 +195,8 @@ def _fit(job: Job, folder: RunFolder, workers: Workers, room: Room, debug: bool)
             trainer = _trainer(job, notes, workers, room, debug)
             folder.remember_request(trainer.train_run_context.run_id)
             try:
-                trainer.fit()
+                with same_interrupt():
+                    trainer.fit()
             except (ray.train.TrainingFailedError, ray.exceptions.RayActorError) as failure:  # the second: its controller died
                 error = failure
             except SystemExit as exit_:  # Ray Train's answer to Ctrl-C, once its workers are gone

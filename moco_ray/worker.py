@@ -20,7 +20,7 @@ from moco_ray.data.shards import Manifest
 from moco_ray.data.storage import one_line
 from moco_ray.data.stream import batches
 from moco_ray.data.whereabouts import rows_of_slots
-from moco_ray.errors import StorageFailing, UserError
+from moco_ray.errors import Stopped, StorageFailing, UserError
 from moco_ray.evaluate.features import LabelledSet, watch_knn
 from moco_ray.exhibit import Step, exhibit
 from moco_ray.learner import Learner
@@ -118,7 +118,8 @@ class _Rank:
         self._register(saved, skipped)
         self._meter = Meter(self._plan, ranks, learner.step)
         self._saver = Saver(self._write, self._wire.tell)
-        news = News(self._notice, lambda: self._own_order or self._wire.orders.get("save"), self._saver.take_newest)
+        wire = self._wire
+        news = News(self._notice, lambda: self._own_order or wire.orders.get("save"), self._saver.take_newest, lambda: wire.orders.get("stop", ""))
         self._lookout = Lookout(ranks, news, recipe.run.checkpoint_every_minutes, learner.step)
         self._began, self._first_step, self._advice, self._patience_seconds = 0.0, learner.step, Advice(), FIRST_STEPS_SECONDS
         cpus = self._place.data_cpus(ranks.world)
@@ -175,7 +176,7 @@ class _Rank:
 
     def _save(self, learner: Learner) -> None:
         advice, self._advice, self._own_order = self._advice, Advice(), None
-        wait, must = learner.step >= self._plan.total_steps or bool(advice.halt_until), bool(advice.save)
+        wait, must = learner.step >= self._plan.total_steps or bool(advice.halt_until) or advice.stop, bool(advice.save)
         must = must or due(learner.step, self._plan)[1]  # it is to be evaluated
         with self._meter.paused():
             refuse_different_queues(learner, self._ranks)
@@ -189,6 +190,8 @@ class _Rank:
                 self._ranks.expect_answers_within(self._patience_seconds)
             if advice.halt_until:
                 self._halt(advice.halt_until)
+        if advice.stop and learner.step < self._plan.total_steps:
+            raise Stopped(f"stopped at step {learner.step}, whose checkpoint is safe; the same command goes on from there")
 
     def _write(self, step: int, state: dict[str, Any]) -> checkpoint.Saved:
         """In the saver's thread: the record of all steps so far first, so that a checkpoint never runs ahead of it."""

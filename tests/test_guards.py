@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Imports point down: a module may import modules of lower layers, and its own package.
 LAYERS = [
-    ["errors", "layouts", "interface", "words"],
+    ["errors", "layouts", "interface", "words", "source"],
     ["recipe"],
     ["plan", "ranks", "data.batch", "cluster_facts"],
     ["method", "data", "scaling"],
@@ -24,18 +24,18 @@ LAYERS = [
     ["trial", "tensorboard_page", "pictures", "health", "gauges"],
     ["checks", "grafana"],
     ["monitor", "run_folder", "show_plan", "session", "cluster"],
-    ["board", "backbone", "record", "show_scale"],
+    ["board", "backbone", "record", "submit", "show_scale"],
     ["detectron2_configs", "detection", "runs", "frame"],
     ["export", "foreign", "beside", "warm_start", "compare", "tidy", "watch", "doctor_run"],
     ["released"],
     ["evaluations", "events", "progress"],
     ["worker"],
-    ["desk", "process_group", "restarts", "train_worker", "probe_worker", "doctor_worker"],
+    ["desk", "stopping", "process_group", "restarts", "train_worker", "probe_worker", "doctor_worker"],
     ["launch"],
     ["launch_probe", "launch_doctor"],
     ["doctor", "evaluate_run", "bench_input", "detect"],
     ["neighbours", "probe_run"],
-    ["cli_backbone", "cli_evaluate", "cli_health", "cli_runs"],
+    ["cli_backbone", "cli_evaluate", "cli_health", "cli_runs", "cli_submit"],
     ["cli"],
     ["__main__"],
 ]
@@ -45,7 +45,7 @@ FORBIDDEN = {  # top-level module: files that may import it
     "ray.data": {"data/stream.py", "data/pack.py", "beside.py", "cluster.py"},  # the last: where its actors live, nothing of data
     "ray": {"data/stream.py", "data/pack.py", "data/on_ray.py", "session.py", "launch.py", "board.py", "cluster.py", "desk.py", "train_worker.py",
             "process_group.py", "beside.py", "evaluations.py", "restarts.py", "gauges.py", "launch_probe.py", "probe_worker.py",
-            "launch_doctor.py", "doctor_worker.py"},
+            "launch_doctor.py", "doctor_worker.py", "submit.py"},
     "ray.util.metrics": {"gauges.py"},
     "torch.distributed": {"ranks.py"},
 }

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import resource
+import time
 from pathlib import Path
 
 import pytest
@@ -297,6 +298,25 @@ def test_pulses_bring_orders_back_and_the_end_once_there_is_a_fatal_error_of_whi
         await board.fail(1, UserError("first"))
         await board.stop(UserError("second"))
         assert str(await board.fatal()) == "first" and await board.pulse(1, 0, 9) is None
+
+    asyncio.run(story())
+
+
+def test_whoever_waits_for_an_order_hears_of_it_at_once_also_of_one_given_before():
+    async def story():
+        board = Mailbox(next_attempt=1)
+        await board.begin()
+        began, waiting = time.monotonic(), asyncio.create_task(board.changed(1, {}))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        await board.order({"stop": "now"})
+        await waiting
+        await board.changed(1, {})
+        assert time.monotonic() - began < 0.5  # and not after PULSE_SECONDS
+        quiet = asyncio.create_task(board.changed(1, {"stop": "now"}))
+        await asyncio.sleep(0.05)
+        assert not quiet.done()
+        quiet.cancel()
 
     asyncio.run(story())
 
