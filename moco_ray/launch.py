@@ -157,6 +157,7 @@ def _carry(surveyed: Surveyed, folder: RunFolder, workers: Workers, lease: Lease
             keep_helpers_here()
         if request := folder.last_request():
             forget(request)
+        driver = living().get(ray.get_runtime_context().get_node_id(), "")
         board = start_board(max(attempts.numbers(run), default=0) + 1)
         journal = Journal(run, plan, start, lease.confirm)
         progress = Progress(plan, start)
@@ -168,7 +169,8 @@ def _carry(surveyed: Surveyed, folder: RunFolder, workers: Workers, lease: Lease
             words = lambda: room.words(workers)  # noqa: E731
             with Desk(board, journal, progress, plan, lease, evaluations, words, gallery, gauges) as desk, stoppable(desk.stop):
                 if start < plan.total_steps:
-                    _fit(Job(run.uri, str(workers), board, None if evaluations.beside else surveyed.sets), folder, workers, room, debug)
+                    sets = None if evaluations.beside else surveyed.sets
+                    _fit(Job(run.uri, str(workers), board, driver, sets), folder, workers, room, debug)
                 if not _finished(folder, surveyed):
                     raise UserError(f"the workers ended before the last step; `moco-ray resume {folder.place}` goes on")
                 desk.finish_evaluations()
@@ -239,6 +241,8 @@ def _trainer(job: Job, notes: str, workers: Workers, room: Room, debug: bool) ->
             elastic_resize_monitor_interval_s=2,
             use_gpu=room.on_gpus,
             resources_per_worker=room.claim,
+            placement_strategy="PACK",  # on as few nodes as hold them: ranks of one node are neighbours, and speak over its own links
+            label_selector=room.selector,
         ),
         torch_config=ProcessGroup(timeout_s=600),
         run_config=ray.train.RunConfig(

@@ -7,6 +7,7 @@ for what a step does (train.py) nor for starting and restarting workers.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from moco_ray.lookout import Advice, Lookout, News, Notice
 from moco_ray.meter import Meter
 from moco_ray.method.encoder import refuse_emulated_precision
 from moco_ray.method.queue import Queue
+from moco_ray.placement import DataPlace, seating
 from moco_ray.plan import Plan
 from moco_ray.ranks import Ranks
 from moco_ray.recipe import Recipe
@@ -49,6 +51,7 @@ class Job:
     run: str  # URI of the run folder
     asked: str  # --workers
     board: Any  # see board.py
+    driver: str  # name of the driver's node
     sets: tuple[LabelledSet, LabelledSet] | None  # bank and queries of evaluations in the loop; None: there are none
 
 
@@ -67,7 +70,7 @@ class Place:
     device: torch.device
     node: Node
     threads: int
-    data_cpus: Callable[[int], float]  # of the whole cluster for data tasks, beside so many workers
+    data_place: Callable[[list[str]], DataPlace]  # where this rank's data tasks run now, beside workers on these nodes (ids)
     point: Callable[[checkpoint.Saved, bool], None]  # tells Ray of a whole checkpoint; True on rank 0; a collective
 
 
@@ -98,12 +101,14 @@ class _Rank:
     def __init__(self, job: Job, place: Place, ranks: Ranks, wire: Wire, attempt: int):
         self._folder, self._place, self._ranks, self._wire, self._attempt = _shared(job.run, place), place, ranks, wire, attempt
         self._recipe, self._manifest, self._sets = self._folder.recipe(), self._folder.manifest(), job.sets
-        self._asked = job.asked
+        self._asked, self._driver = job.asked, job.driver
         refuse_emulated_precision(self._recipe.encoder, place.device)
         self._plan = Plan(self._recipe, self._manifest.rows)
         self._plan.refuse_world(ranks.world)
         self._about = about(self._recipe, self._manifest, self._plan)
         self._order = Source(self._manifest, self._recipe, self._plan).order
+        self._nodes = ranks.gather_objects(place.node)
+        self._data = partial(place.data_place, [node.id for node in self._nodes])
         fresh = checkpoint.newest(self._folder.store) is None
         self._rows = self._read_from(0) if fresh else None  # while the model is built
         self._learner = Learner.new(self._recipe, place.device)
@@ -120,7 +125,7 @@ class _Rank:
         self._own_order: tuple[str, float] | None = None
         self._wire.step = learner.step
         self._began_at = began_at(self._folder, learner.step, ranks)
-        self._register(saved, skipped)
+        self._register(saved, skipped, self._data())
         self._meter = Meter(self._plan, ranks, learner.step)
         self._saver = Saver(self._write, self._wire.tell)
         wire = self._wire
@@ -140,12 +145,11 @@ class _Rank:
     def _read_from(self, step: int) -> Iterator[Batch]:
         """This rank's batches from that step on; reading begins now."""
         ranks = self._ranks
-        cpus = self._place.data_cpus(ranks.world)
-        return Begun(batches(self._manifest, self._recipe, self._plan, ranks.world, ranks.rank, step, cpus))
+        return Begun(batches(self._manifest, self._recipe, self._plan, ranks.world, ranks.rank, step, self._data))
 
-    def _register(self, saved: checkpoint.Saved | None, skipped: list[str]) -> None:
-        """Say who carries the run from here on. Collective: no rank trains before it is in the storage."""
-        self._nodes = nodes = self._ranks.gather_objects(self._place.node)
+    def _register(self, saved: checkpoint.Saved | None, skipped: list[str], data: DataPlace) -> None:
+        """Say who carries the run from here on, and where. Collective: no rank trains before it is in the storage."""
+        nodes, driver = self._nodes, self._driver
         names, failure, code = [node.name for node in nodes], None, code_version() if self._ranks.is_first else {}
         if self._ranks.is_first:
             self._wire.refuse_superseded()
@@ -153,12 +157,13 @@ class _Rank:
             try:
                 attempts.register(
                     self._folder.store,
-                    Attempt(self._attempt, self._learner.step, self._ranks.world, self._asked, name, names, code),
+                    Attempt(self._attempt, self._learner.step, self._ranks.world, self._asked, name, names, code, data.words, driver),
                 )
             except UserError as error:
                 failure = error
             where = {"nodes": names, "node_ids": [node.id for node in nodes], "hardware": [node.hardware for node in nodes], "code": code}
-            self._wire.tell(kind="begin", from_step=self._learner.step, skipped=skipped, **where)
+            seats = seating(names, data, driver)
+            self._wire.tell(kind="begin", from_step=self._learner.step, skipped=skipped, seating=seats, **where)
             if saved and not failure and saved not in checkpoint.whole(self._folder.store):
                 # A worker that was cut off wrote one more before this attempt was known, and pruned this one for it.
                 self._own_order = ("the checkpoint that this attempt began from is gone", time.time())

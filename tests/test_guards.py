@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     ["errors", "layouts", "interface", "words", "source"],
     ["recipe"],
-    ["plan", "ranks", "data.batch"],
+    ["plan", "ranks", "placement", "data.batch"],
     ["method", "data"],
     ["learner", "attempts", "standing", "exhibit", "dictionary", "verdicts"],
     ["train", "checkpoint", "lease", "meter", "evaluate"],
