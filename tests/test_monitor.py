@@ -310,6 +310,7 @@ def test_pulses_bring_orders_back_and_the_end_once_there_is_a_fatal_error_of_whi
         ([[0.0, 0.1], [0.0, 0.0]], None),  # hardly anybody waits
         ([[0.0, 0.5], [0.0, 0.05], [0.0, 0.1]], None),  # two are slow: the plan, not one of them
         ([[0.9, 0.0]], None),
+        ([[0.0, 0.55], [0.0, 0.2]], 1),  # gradients take a fifth of everybody's time
     ],
 )
 def test_a_rank_is_slow_if_it_waits_for_nobody_and_all_others_wait(shares, slow):
