@@ -26,7 +26,7 @@ class Parts:
     """
 
     def __init__(self, device: torch.device | str = "cpu"):
-        self._on_gpu = torch.device(device).type == "cuda"
+        self.on_gpu = torch.device(device).type == "cuda"
         self._now = OTHER
         self._stream: Any = None  # that computes
         self._notes: list[tuple[str, Any]] | None = None  # what is going on from then on, and when; None: no clock runs
@@ -50,22 +50,22 @@ class Parts:
 
     def start(self) -> None:
         """Let the clock run."""
-        if self._on_gpu:
+        if self.on_gpu:
             self._stream = torch.cuda.current_stream()
         self._notes = [(self._now, self._time())]
 
     def stop(self) -> dict[str, float]:
         """Stop it: seconds of each part since it was started, which add up to all of that time. Waits for a GPU."""
         notes, self._notes = [*self._notes, (OTHER, self._time())], None
-        if self._on_gpu:
+        if self.on_gpu:
             torch.cuda.synchronize()
         seconds = dict.fromkeys((*NAMES, OTHER), 0.0)
         for (name, began), (_, ended) in zip(notes, notes[1:], strict=False):
-            seconds[name] += began.elapsed_time(ended) / 1000 if self._on_gpu else ended - began
+            seconds[name] += began.elapsed_time(ended) / 1000 if self.on_gpu else ended - began
         return seconds
 
     def _time(self) -> Any:
-        if not self._on_gpu:
+        if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream)  # another may be current: of what is prepared beside

@@ -20,7 +20,7 @@ LAYERS = [
     ["method", "data"],
     ["learner", "attempts", "standing", "exhibit", "dictionary", "verdicts", "ahead"],
     ["train", "checkpoint", "lease", "meter", "evaluate"],
-    ["lookout", "saver", "leak_probe"],
+    ["lookout", "saver", "leak_probe", "step_profile"],
     ["trial", "tensorboard_page", "pictures", "health", "gauges"],
     ["checks", "grafana"],
     ["monitor", "run_folder", "show_plan", "session", "cluster"],
