@@ -150,6 +150,10 @@ class Desk:
             self._aside("pictures", lambda: self._gallery.hang(message))
         elif kind == "no_picture":
             self._happened("no_picture", message["step"], f"no pictures of step {message['step']}: {message['why']}")
+        elif kind == "profile":
+            self._happened("profile", message["step"], message["text"], seconds=message["seconds"])
+        elif kind == "no_profile":
+            self._happened("no_profile", message["step"], f"no profile: {message['why']}; training goes on without")
         elif kind == "not_saved":
             events.not_saved(message)
         elif kind == "skipped":

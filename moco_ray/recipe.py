@@ -84,6 +84,7 @@ class Optimizer(Section):
     learning_rate: float = Field(0.03, gt=0.0)  # what the optimizer gets; nothing scales it
     sgd_momentum: float = Field(0.9, ge=0.0, lt=1.0)
     weight_decay: float = Field(1e-4, ge=0.0)
+    gradient_reduction: Literal["exact", "bfloat16"] = "exact"  # how gradients travel between workers: bfloat16 is half the bytes, rounded
 
 
 class Schedule(Section):
@@ -281,6 +282,8 @@ class Recipe(Section):
             del values[section][key]
         if not values["encoder"]["warm_start"]:  # as it was before there were any
             del values["encoder"]["warm_start"]
+        if values["optimizer"]["gradient_reduction"] == "exact":
+            del values["optimizer"]["gradient_reduction"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
     def differences(self, other: "Recipe") -> list[str]:

@@ -31,12 +31,14 @@ from moco_ray.lookout import Advice, Lookout, News, Notice
 from moco_ray.meter import Meter
 from moco_ray.method.encoder import refuse_emulated_precision
 from moco_ray.method.queue import Queue
+from moco_ray.parts import Parts
 from moco_ray.placement import DataPlace, seating
 from moco_ray.plan import Plan
 from moco_ray.ranks import Ranks
 from moco_ray.recipe import Recipe
 from moco_ray.run_folder import RunFolder, code_version
 from moco_ray.saver import OUTAGE_SECONDS, Saver
+from moco_ray.step_profile import StepProfile, is_written, name_of
 from moco_ray.train import Outputs, due, train
 
 FIRST_STEPS_SECONDS = 1800.0  # that ranks wait for each other until the second step is done
@@ -53,6 +55,8 @@ class Job:
     board: Any  # see board.py
     driver: str  # name of the driver's node
     sets: tuple[LabelledSet, LabelledSet] | None  # bank and queries of evaluations in the loop; None: there are none
+    profile_steps: int = 0  # of which a trace is asked for; 0: none
+    first_attempt: int = 0  # of this driver: the trace is wanted once, not after each restart
 
 
 class Node(NamedTuple):
@@ -100,8 +104,7 @@ class _Rank:
 
     def __init__(self, job: Job, place: Place, ranks: Ranks, wire: Wire, attempt: int):
         self._folder, self._place, self._ranks, self._wire, self._attempt = _shared(job.run, place), place, ranks, wire, attempt
-        self._recipe, self._manifest, self._sets = self._folder.recipe(), self._folder.manifest(), job.sets
-        self._asked, self._driver = job.asked, job.driver
+        self._recipe, self._manifest, self._job = self._folder.recipe(), self._folder.manifest(), job
         refuse_emulated_precision(self._recipe.encoder, place.device)
         self._plan = Plan(self._recipe, self._manifest.rows)
         self._plan.refuse_world(ranks.world)
@@ -132,24 +135,39 @@ class _Rank:
         news = News(self._notice, lambda: self._own_order or wire.orders.get("save"), self._saver.take_newest, lambda: wire.orders.get("stop", ""))
         self._lookout = Lookout(ranks, news, recipe.run.checkpoint_every_minutes, learner.step)
         self._began, self._first_step, self._advice, self._patience_seconds = 0.0, learner.step, Advice(), FIRST_STEPS_SECONDS
-        if self._place.device.type != "cpu":
-            rows = (batch._replace(crops=batch.crops.to(self._place.device)) for batch in rows)
+        self._parts = Parts(self._place.device)
+        self._profile = self._asked_profile()
         ranks.expect_answers_within(FIRST_STEPS_SECONDS)
         try:
-            evaluate = self._evaluate if self._sets else None
-            outputs = Outputs(self._record, self._save, evaluate, self._completed, self._rows_of_slots, self._picture)
+            evaluate = self._evaluate if self._job.sets else None
+            outputs = Outputs(self._record, self._save, evaluate, self._completed, self._rows_of_slots, self._picture, self._parts)
             train(learner, self._meter.timed(rows), self._plan, ranks, outputs)
         finally:
             self._saver.close()
+            if self._profile:
+                self._profile.close()
 
     def _read_from(self, step: int) -> Iterator[Batch]:
         """This rank's batches from that step on; reading begins now."""
         ranks = self._ranks
         return Begun(batches(self._manifest, self._recipe, self._plan, ranks.world, ranks.rank, step, self._data))
 
+    def _asked_profile(self) -> StepProfile | None:
+        """On rank 0, where one is asked for and this driver's workers have not written it before a restart."""
+        run, steps = self._folder.store, self._job.profile_steps
+        if not steps or not self._ranks.is_first or is_written(run, self._job.first_attempt):
+            return None
+
+        def written(first: int, trace: bytes) -> str:
+            name = name_of(self._attempt, first)
+            run.write(name, trace)
+            return run.place(name)
+
+        return StepProfile(steps, self._parts, self._learner.step, self._plan.total_steps, written, self._wire.tell)
+
     def _register(self, saved: checkpoint.Saved | None, skipped: list[str], data: DataPlace) -> None:
         """Say who carries the run from here on, and where. Collective: no rank trains before it is in the storage."""
-        nodes, driver = self._nodes, self._driver
+        nodes, driver = self._nodes, self._job.driver
         names, failure, code = [node.name for node in nodes], None, code_version() if self._ranks.is_first else {}
         if self._ranks.is_first:
             self._wire.refuse_superseded()
@@ -157,7 +175,7 @@ class _Rank:
             try:
                 attempts.register(
                     self._folder.store,
-                    Attempt(self._attempt, self._learner.step, self._ranks.world, self._asked, name, names, code, data.words, driver),
+                    Attempt(self._attempt, self._learner.step, self._ranks.world, self._job.asked, name, names, code, data.words, driver),
                 )
             except UserError as error:
                 failure = error
@@ -217,12 +235,15 @@ class _Rank:
 
     def _evaluate(self, learner: Learner) -> dict[str, float]:
         with self._meter.paused():
-            return watch_knn(learner.f_q, self._sets, self._recipe, self._ranks)
+            return watch_knn(learner.f_q, self._job.sets, self._recipe, self._ranks)
 
     def _completed(self, step: int) -> bool:
         """After each step. True if a checkpoint is to be written though none is due."""
         self._wire.step = step
         self._wire.refuse_superseded()
+        if self._profile:
+            with self._meter.paused():
+                self._profile.completed(step)
         if step == self._first_step + 1:
             self._began = time.monotonic()
         if step == self._first_step + 2:  # the first one waited for images: it says nothing of a step

@@ -557,7 +557,7 @@ def test_an_attempt_whose_checkpoint_was_pruned_by_a_cut_off_worker_saves_at_onc
     for pruned in (False, True):
         rank = object.__new__(worker._Rank)
         rank._ranks, rank._place, rank._folder = Ranks(), SimpleNamespace(node=worker.Node("1", "a")), SimpleNamespace(store=store)
-        rank._wire, rank._asked, rank._learner, rank._own_order = wire, "1", SimpleNamespace(step=10), None
+        rank._wire, rank._job, rank._learner, rank._own_order = wire, SimpleNamespace(asked="1"), SimpleNamespace(step=10), None
         rank._attempt = 2 + pruned
         begun_from = checkpoint.save(store, 10, 1 + pruned, b"content", ABOUT, keep=9)
         if pruned:

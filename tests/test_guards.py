@@ -16,11 +16,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     ["errors", "layouts", "interface", "words", "source"],
     ["recipe"],
-    ["plan", "ranks", "placement", "data.batch"],
+    ["plan", "ranks", "placement", "data.batch", "parts"],
     ["method", "data"],
-    ["learner", "attempts", "standing", "exhibit", "dictionary", "verdicts"],
+    ["learner", "attempts", "standing", "exhibit", "dictionary", "verdicts", "ahead"],
     ["train", "checkpoint", "lease", "meter", "evaluate"],
-    ["lookout", "saver", "leak_probe"],
+    ["lookout", "saver", "leak_probe", "step_profile"],
     ["trial", "tensorboard_page", "pictures", "health", "gauges"],
     ["checks", "grafana"],
     ["monitor", "run_folder", "show_plan", "session", "cluster"],
@@ -97,7 +97,7 @@ FIELDS = {
     "encoder": ["backbone", "stem", "head", "feature_dim", "precision", "warm_start"],
     "contrast": ["temperature", "queue_keys", "key_momentum", "symmetric"],
     "batch": ["global_batch_size", "bn_group_size", "shuffle_domain_groups", "allow_batchnorm_leak"],
-    "optimizer": ["learning_rate", "sgd_momentum", "weight_decay"],
+    "optimizer": ["learning_rate", "sgd_momentum", "weight_decay", "gradient_reduction"],
     "schedule": ["epochs", "steps", "shape", "warmup_steps", "milestone_epochs", "milestone_factor"],
     "augment": [
         "image_pixels", "crop_scale", "jitter", "jitter_probability", "grayscale_probability", "grayscale_first",
