@@ -190,6 +190,11 @@ def _released(trained: Trained) -> Files:
 
     Differs in what it cannot hold: the step within the epoch and the ages of the keys are left out.
     """
+    if not trained.recipe.optimizer.as_released:
+        raise UserError(
+            "--to moco: the released code resumes SGD that decays all parameters alike, and this run has another optimizer "
+            f"(optimizer.name {trained.recipe.optimizer.name}); --to torchvision holds the backbone alone"
+        )
     state, tensors = trained.state, {}
     for ours, theirs in (("query_encoder", "encoder_q"), ("key_encoder", "encoder_k")):
         for name, tensor in state[ours].items():

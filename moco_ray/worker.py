@@ -29,7 +29,7 @@ from moco_ray.exhibit import Step, exhibit
 from moco_ray.learner import Learner
 from moco_ray.lookout import Advice, Lookout, News, Notice
 from moco_ray.meter import Meter
-from moco_ray.method.encoder import refuse_emulated_precision
+from moco_ray.method.encoder import refuse_emulated_precision, use_float32_of
 from moco_ray.method.queue import Queue
 from moco_ray.parts import Parts
 from moco_ray.placement import DataPlace, seating
@@ -106,6 +106,7 @@ class _Rank:
         self._folder, self._place, self._ranks, self._wire, self._attempt = _shared(job.run, place), place, ranks, wire, attempt
         self._recipe, self._manifest, self._job = self._folder.recipe(), self._folder.manifest(), job
         refuse_emulated_precision(self._recipe.encoder, place.device)
+        use_float32_of(self._recipe.encoder)
         self._plan = Plan(self._recipe, self._manifest.rows)
         self._plan.refuse_world(ranks.world)
         self._about = about(self._recipe, self._manifest, self._plan)

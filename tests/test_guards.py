@@ -94,10 +94,10 @@ def test_ray_train_ray_data_and_torch_distributed_are_known_to_few_files():
 
 
 FIELDS = {
-    "encoder": ["backbone", "stem", "head", "feature_dim", "precision", "warm_start"],
+    "encoder": ["backbone", "stem", "head", "feature_dim", "precision", "compile", "warm_start"],
     "contrast": ["temperature", "queue_keys", "key_momentum", "symmetric"],
     "batch": ["global_batch_size", "bn_group_size", "shuffle_domain_groups", "allow_batchnorm_leak"],
-    "optimizer": ["learning_rate", "sgd_momentum", "weight_decay", "gradient_reduction"],
+    "optimizer": ["name", "learning_rate", "sgd_momentum", "weight_decay", "gradient_reduction", "decay_norm_and_bias"],
     "schedule": ["epochs", "steps", "shape", "warmup_steps", "milestone_epochs", "milestone_factor"],
     "augment": [
         "image_pixels", "crop_scale", "jitter", "jitter_probability", "grayscale_probability", "grayscale_first",
