@@ -11,6 +11,8 @@ import torch
 
 from moco_ray.data.augment import colour_stage
 from moco_ray.errors import NonFinite, UserError
+from moco_ray.meter import slow_rank
+from moco_ray.method.contrast import info_nce
 from moco_ray.ranks import Ranks
 from moco_ray.recipe import Recipe
 from moco_ray.train import train
@@ -95,6 +97,38 @@ def test_the_next_batch_is_begun_before_a_step_where_there_are_other_ranks_and_n
         for step in range(STEPS - 1):
             assert (told.index(f"batch {step + 1}") < told.index(f"step {step}")) == early
     assert pool.run(world, story, overlap, STEPS - 1)[0] == [f"batch {STEPS - 1}", f"step {STEPS - 1}"]
+
+
+def waits(ranks: Ranks, where: str) -> list[list[float]]:
+    """Train while rank 1 takes 0.2 s longer somewhere in each step; the shares of their time that ranks wait for images, and for others."""
+    torch.set_num_threads(1)
+    recipe = recipe_of({})
+    plan, learner, log, times = synthetic.plan(recipe), synthetic.small_learner(recipe), synthetic.Log(), {}
+    late = 0.2 if ranks.rank == 1 else 0.0
+
+    def batches():
+        for batch in synthetic.batches(plan, ranks):
+            time.sleep(late if where == "input" else 0)
+            yield batch
+
+    def slowly(*arguments):
+        time.sleep(late if where == "forward" else 0)
+        return info_nce(*arguments)
+
+    def completed(step: int) -> bool:
+        times[step] = (time.perf_counter(), ranks.waits.seconds)
+        return False
+
+    with mock.patch("moco_ray.train.info_nce", slowly):
+        train(learner, batches(), plan, ranks, log.outputs()._replace(completed=completed))
+    (began, before), (ended, after) = times[3], times[STEPS - 1]  # the last step has no batch behind it
+    return ranks.gather(torch.tensor([[0.0, (after - before) / (ended - began)]]), [1] * ranks.world).tolist()
+
+
+@pytest.mark.parametrize("where", ["input", "forward"])
+def test_a_slow_rank_is_seen_though_the_others_wait_for_it_in_their_backward_pass(pool, where):
+    found = slow_rank(pool.run(2, waits, where)[0])
+    assert found and found.rank == 1 and found.others_wait_share > 0.4
 
 
 # --- failures ------------------------------------------------------------------------------------------------------
