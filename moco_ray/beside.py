@@ -18,6 +18,7 @@ import torch
 
 from moco_ray import checkpoint
 from moco_ray.backbone import Backbone, read_saved
+from moco_ray.data.on_ray import pipeline_name
 from moco_ray.data.stream import Columns, labelled_rows
 from moco_ray.errors import UserError
 from moco_ray.evaluate.features import BATCH_ROWS, Described, LabelledSet, description
@@ -85,6 +86,7 @@ def describe_sets(sets: tuple[LabelledSet, ...], backbone: Backbone, recipe: Rec
     features = images.map_batches(
         _Describer, fn_constructor_args=(ray.put(backbone), recipe.augment), batch_size=BATCH_ROWS, num_cpus=CLAIM_CPUS, compute=actors, **where
     )
+    features.set_name(pipeline_name())
     context = features.context
     context.enable_progress_bars = context.print_on_execution_start = False
     context.execution_options.preserve_order = True

@@ -17,9 +17,10 @@ import ray.train.torch
 import torch
 
 from moco_ray import attempts, checkpoint
+from moco_ray.asking import Elastic
 from moco_ray.backbone import Backbone
 from moco_ray.board import start_board
-from moco_ray.cluster import forget, keep_helpers_here, living
+from moco_ray.cluster import forget, forget_pipelines, keep_helpers_here, living
 from moco_ray.data.shards import Manifest
 from moco_ray.data.survey import Spread, build_manifest
 from moco_ray.desk import Desk
@@ -175,6 +176,7 @@ def _carry(surveyed: Surveyed, folder: RunFolder, workers: Workers, lease: Lease
                 if not _finished(folder, surveyed):
                     raise UserError(f"the workers ended before the last step; `moco-ray resume {folder.place}` goes on")
                 desk.finish_evaluations()
+            forget_pipelines(0)
             with contextlib.suppress(UserError):  # those that were kept for their evaluation
                 checkpoint.prune(run, checkpoint.newest(run), plan.recipe.run.keep_checkpoints)
             journal.draw(run.uri.rstrip("/").rpartition("/")[2])
@@ -237,14 +239,14 @@ def _trainer(job: Job, notes: str, workers: Workers, room: Room, debug: bool) ->
     return Trainer(
         train_worker,
         train_loop_config={"job": job, "room": room},
-        scaling_config=ray.train.ScalingConfig(
+        scaling_config=Elastic(
             num_workers=(workers.least, workers.most) if workers.elastic else workers.most,
             elastic_resize_monitor_interval_s=2,
             use_gpu=room.on_gpus,
             resources_per_worker=room.claim,
             placement_strategy="PACK",  # on as few nodes as hold them: ranks of one node are neighbours, and speak over its own links
             label_selector=room.selector,
-        ),
+        ).watch(room, job.board),
         torch_config=ProcessGroup(timeout_s=600),
         run_config=ray.train.RunConfig(
             name="notes",

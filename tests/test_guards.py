@@ -30,7 +30,7 @@ LAYERS = [
     ["released"],
     ["evaluations", "events", "progress"],
     ["worker"],
-    ["desk", "stopping", "process_group", "restarts", "train_worker", "probe_worker", "doctor_worker"],
+    ["desk", "stopping", "asking", "process_group", "restarts", "train_worker", "probe_worker", "doctor_worker"],
     ["launch"],
     ["launch_probe", "launch_doctor"],
     ["doctor", "evaluate_run", "bench_input", "detect"],
@@ -41,10 +41,10 @@ LAYERS = [
 ]
 FORBIDDEN = {  # top-level module: files that may import it
     # the last four: training on labels, and the doctor's steps, each with a worker and a driver of its own
-    "ray.train": {"launch.py", "process_group.py", "restarts.py", "train_worker.py", "launch_probe.py", "probe_worker.py", "launch_doctor.py", "doctor_worker.py"},
+    "ray.train": {"launch.py", "asking.py", "process_group.py", "restarts.py", "train_worker.py", "launch_probe.py", "probe_worker.py", "launch_doctor.py", "doctor_worker.py"},
     "ray.data": {"data/stream.py", "data/pack.py", "beside.py", "cluster.py"},  # the last: where its actors live, nothing of data
     "ray": {"data/stream.py", "data/pack.py", "data/on_ray.py", "session.py", "launch.py", "board.py", "cluster.py", "desk.py", "train_worker.py",
-            "process_group.py", "beside.py", "evaluations.py", "restarts.py", "gauges.py", "launch_probe.py", "probe_worker.py",
+            "asking.py", "process_group.py", "beside.py", "evaluations.py", "restarts.py", "gauges.py", "launch_probe.py", "probe_worker.py",
             "launch_doctor.py", "doctor_worker.py", "submit.py"},
     "ray.util.metrics": {"gauges.py"},
     "torch.distributed": {"ranks.py"},

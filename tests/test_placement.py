@@ -120,11 +120,9 @@ class Watched:
 @pytest.fixture(scope="module")
 def story(tmp_path_factory):
     """A run of two workers on two train nodes and a data node, which is lost in the middle: the run, and what was seen before and after."""
-    began = time.monotonic()
     with Cluster() as cluster:
-        nodes = [cluster.add_node(cpus, f"{GROUP}={group}") for cpus, group in ((4, TRAIN), (2, TRAIN), (2, DATA))]
-        run = Carried(tmp_path_factory.mktemp("placed"), cluster.environment, steps=60, every=20)
-        print(f"nodes after {time.monotonic() - began:.1f} s")
+        nodes = [cluster.add_node(cpus, f"{GROUP}={group}") for cpus, group in ((2, TRAIN), (1, TRAIN), (2, DATA))]
+        run = Carried(tmp_path_factory.mktemp("placed"), cluster.environment, steps=40, every=20)
         run.start("2")
         before, after = Watched(cluster), Watched(cluster)
 
@@ -133,9 +131,9 @@ def story(tmp_path_factory):
             while not done():
                 assert time.monotonic() < end, run.words
                 seen.look()
-                time.sleep(0.05)
+                time.sleep(0.3)
 
-        watch(before, lambda: len(run.metrics()) >= 20 or run.process.poll() is not None)
+        watch(before, lambda: len(run.metrics()) >= 14 or run.process.poll() is not None)
         nodes[2].kill()
         watch(after, lambda: run.process.poll() is not None)
         run.finish()

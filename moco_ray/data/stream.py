@@ -38,7 +38,7 @@ from ray.exceptions import RayError
 
 from moco_ray.data.batch import BadRow, Batch
 from moco_ray.data.decode import BadImage, centre_crop, decode
-from moco_ray.data.on_ray import user_error
+from moco_ray.data.on_ray import pipeline_name, user_error
 from moco_ray.data.segment import Segments, Source, bad_row, segment_steps, side_by_side
 from moco_ray.data.shards import ChunkRows, Manifest, read_chunk_rows
 from moco_ray.placement import DataPlace
@@ -331,6 +331,7 @@ def _start_pipeline(work: Callable, shape: Shape, part: range) -> Iterator[Colum
     compute = ray.data.TaskPoolStrategy(size=min(shape.tasks_in_flight, len(part)))
     numbers = ray.data.from_items([{"id": number} for number in part], override_num_blocks=len(part))
     tasks = numbers.map_batches(run_tasks, batch_size=None, num_cpus=shape.task_cpus, compute=compute, **shape.options)
+    tasks.set_name(pipeline_name())
     context = tasks.context
     context.enable_progress_bars = context.print_on_execution_start = False
     context.execution_options.preserve_order = True
