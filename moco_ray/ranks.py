@@ -6,7 +6,7 @@ the process group came about (Ray Train's TorchConfig, or a test).
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -92,11 +92,8 @@ class Ranks:
         self.lines.groups.append(group)
         return replace(self, group=group)
 
-    def wrap(self, module: nn.Module, in_bfloat16: bool = False, at_last: Callable[[], None] = lambda: None) -> nn.Module:
-        """`module` with gradients averaged over ranks in backward; the module itself at world size 1.
-
-        With `in_bfloat16` they are rounded to it on the way. `at_last` is called in backward when this rank has computed all of its
-        gradients, before it waits for the others'.
+    def wrap(self, module: nn.Module, in_bfloat16: bool = False) -> nn.Module:
+        """`module` with gradients averaged over ranks in backward, rounded on the way if `in_bfloat16`; the module itself at world size 1.
 
         Buffers are not sent: BatchNorm statistics are averaged when somebody looks, and the queue is
         not part of the module (the released code sends it with every forward).
@@ -107,27 +104,29 @@ class Ranks:
         wrapped = nn.parallel.DistributedDataParallel(
             module, device_ids=ids, forward_sync_buffers=False, gradient_as_bucket_view=True
         )
-        mean = bf16_compress_hook if in_bfloat16 else allreduce_hook
-
-        def reduce(_, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-            if bucket.is_last():
-                self.waits.gradients_at = time.perf_counter()
-                at_last()
-            return mean(self.group, bucket)
-
-        wrapped.register_comm_hook(None, reduce)
+        if in_bfloat16:
+            wrapped.register_comm_hook(self.group, bf16_compress_hook)
         return wrapped
 
-    @contextlib.contextmanager
-    def reduce_gradients(self, module: nn.Module, now: bool) -> Iterator[None]:
+    @staticmethod
+    def reduce_gradients(module: nn.Module, now: bool):
         """Context of one forward and backward pass of a wrapped module; gradients only add up locally unless `now`."""
-        if self.world == 1:
-            yield
-        elif not now:
-            with module.no_sync():
-                yield
-        else:
-            yield
+        return contextlib.nullcontext() if now or not hasattr(module, "no_sync") else module.no_sync()
+
+    def backward(self, loss: Tensor, at_last: Callable[[], None]) -> None:
+        """`loss.backward()` of the pass that reduces gradients, with the wait for other ranks counted.
+
+        `at_last` is called when this rank has computed all of its own gradients and waits for the others'.
+        """
+
+        def computed() -> None:
+            self.waits.gradients_at = time.perf_counter()
+            at_last()
+
+        if self.world > 1:  # a callback that is queued before DDP's own, which waits
+            loss.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(computed))
+        loss.backward()
+        if self.world > 1:
             self.waits.seconds += time.perf_counter() - self.waits.gradients_at
 
     def sum(self, values: Tensor) -> Tensor:

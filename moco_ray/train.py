@@ -65,9 +65,8 @@ def train(learner: Learner, batches: Iterator[Batch], plan: Plan, ranks: Ranks, 
     """
     recipe = plan.recipe
     parts = outputs.parts or Parts(ranks.device)
-    f_q = ranks.wrap(learner.f_q, recipe.optimizer.gradient_reduction == "bfloat16", lambda: parts.turn("all-reduce"))
-    with parts("backward"):
-        warm_up(f_q, plan, ranks)
+    f_q = ranks.wrap(learner.f_q, recipe.optimizer.gradient_reduction == "bfloat16")
+    warm_up(f_q, plan, ranks)
     ahead = Ahead(batches, plan, ranks, parts, overlap)
     healthy = torch.ones((), dtype=torch.bool, device=ranks.device)
     sums, bad, settled = 0.0, [], []  # since the last record
@@ -178,7 +177,8 @@ def backward(
     for direction, rows in work:
         with parts("augment"):
             x = queries[direction].inputs(rows, plan)
-        with ranks.reduce_gradients(f_q, now=(direction, rows) == work[-1]):
+        is_last = (direction, rows) == work[-1]
+        with Ranks.reduce_gradients(f_q, now=is_last):
             with parts("query forward"):
                 q = encode(f_q, x, plan)  # rows,C
             if direction == len(keys):  # the first pass of it
@@ -189,7 +189,7 @@ def backward(
                 # The reduction is a mean over ranks; together they make the mean over the batch's B rows.
                 loss = contrast.loss.sum() * (ranks.world / plan.recipe.batch.global_batch_size)
             with parts("backward"):
-                loss.backward()
+                ranks.backward(loss, lambda: parts.turn("all-reduce")) if is_last else loss.backward()
         with parts("metrics"):
             each = contrast.loss.detach()
             right = [(contrast.rank < top).to(each.dtype) for top in (1, 5)]

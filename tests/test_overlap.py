@@ -15,6 +15,7 @@ from moco_ray.meter import slow_rank
 from moco_ray.method.contrast import info_nce
 from moco_ray.ranks import Ranks
 from moco_ray.recipe import Recipe
+from moco_ray.restarts import one_line
 from moco_ray.train import train
 from tests import synthetic
 
@@ -198,6 +199,12 @@ def test_a_rank_without_its_next_batch_ends_after_the_step_before_and_the_others
 def test_a_silent_rank_is_given_up_in_time_though_an_exchange_is_under_way(pool, overlap):
     healthy, _ = pool.run(2, ill, "silence", overlap)
     assert healthy[0] and healthy[3] < 2.5  # while the other still slept
+
+
+def test_a_lost_peer_is_recognised_behind_the_frames_of_a_callback():
+    lost = "Got the following error when running the callback: RuntimeError: [pair.cc:561] Connection closed by peer [127.0.0.1]:3235. GLHF!"
+    assert one_line(RuntimeError(f"{lost}\n\n\nAt:\n  /torch/default_hooks.py(31): <lambda>\n")) == "another worker was lost"
+    assert one_line(RuntimeError("first\nlast")) == "last"
 
 
 # --- gradients in bfloat16 -----------------------------------------------------------------------------------------

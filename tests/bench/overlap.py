@@ -1,6 +1,6 @@
 """What overlap is worth: the step rate of two ranks with it beside without it, in turns in the same processes.
 
-    python -m tests.bench.overlap [--rounds 5] [--link 1gbit]
+    python -m tests.bench.overlap [--rounds 5] [--link 1gbit] [--only loopback|link]
 
 gloo, one thread a rank, float32. Over the loopback, and, where it can be made (root, `ip` and `tc`), over one that carries no more than `--link` in
 all, as a slow cable does, in a network namespace. The ratio is the median over pairs of blocks of ten steps; before each block come
@@ -123,14 +123,20 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--link", default="1gbit")
+    parser.add_argument("--only", choices=("loopback", "link"))
     parser.add_argument("--rank", type=int)
     parser.add_argument("--store")
     arguments = parser.parse_args()
     if arguments.rank is not None:
         rank_main(arguments.rank, arguments.store, arguments.rounds)
         raise SystemExit
-    results = {"threads a rank": 1, "loopback": both(arguments.rounds), arguments.link: over_a_slow_link(arguments.rounds, arguments.link)}
-    for where in ("loopback", arguments.link):
-        for case, found in (results[where] or {}).items():
+    path = Path(__file__).with_name("results") / "overlap.json"
+    results = json.loads(path.read_text()) if path.exists() else {"threads a rank": 1}
+    if arguments.only != "link":
+        results["loopback"] = both(arguments.rounds)
+    if arguments.only != "loopback":
+        results[arguments.link] = over_a_slow_link(arguments.rounds, arguments.link)
+    for where, cases in results.items():
+        for case, found in (cases or {}).items() if where != "threads a rank" else ():
             print(f"{where}, {case}: {found['ratio']:.3f} times the rate  {found['ratios_of_rounds']}")
-    Path(__file__).with_name("results").joinpath("overlap.json").write_text(json.dumps(results, indent=1) + "\n")
+    path.write_text(json.dumps(results, indent=1) + "\n")
