@@ -26,6 +26,7 @@ OWN_WORDS = {"RAY_DEDUP_LOGS_SKIP_REGEX": ".*"}  # what Ray prints of lost proce
 
 
 WORKERS = "Ray Train workers, at most one for each BatchNorm group; 2:16 for as many as the cluster has room for"
+PROFILE = "trace so many steps of worker 0 into tensorboard/profile/ of the run, and tell where their time goes (for example 20)"
 
 GOES_ON = {  # after Ctrl-C
     **dict.fromkeys(("pretrain", "resume"), "; `moco-ray resume RUN` goes on from the newest checkpoint"),
@@ -92,11 +93,13 @@ def _parser() -> argparse.ArgumentParser:
         "--warm-start", metavar="RUN|CHECKPOINT|FILE", help="begin from this backbone (what `import` or `export --to safetensors` wrote, or a run's)"
     )
     pretrain.add_argument("--name", help="name of the run folder (the recipe's file name)")
+    pretrain.add_argument("--profile", type=int, metavar="STEPS", help=PROFILE)
 
     resume = command("resume", _resume, "go on from a run's newest checkpoint, with any number of workers")
     resume.add_argument("folder", metavar="RUN", help="run folder: storage/name")
     resume.add_argument("--workers", metavar="N|MIN:MAX", help=WORKERS + " (as before)")
     resume.add_argument("--data", metavar="URI", help="the same images at another place: data.uri")
+    resume.add_argument("--profile", type=int, metavar="STEPS", help=PROFILE)
     resume.add_argument(
         "overrides",
         nargs="*",
@@ -179,7 +182,7 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 def _pretrain(arguments: argparse.Namespace) -> None:
     from moco_ray.run_folder import RunFolder
 
-    recipe = _read_recipe(arguments)
+    recipe, profile_steps = _read_recipe(arguments), _profile_steps(arguments)
     folder = RunFolder.at(arguments.storage, arguments.name or Path(arguments.recipe).stem)
     from moco_ray import launch  # takes seconds to import, so mistakes in the recipe are told before
     from moco_ray.plan import Workers
@@ -191,7 +194,7 @@ def _pretrain(arguments: argparse.Namespace) -> None:
         from moco_ray.backbone import read_backbone
 
         begin = launch.Begin(read_backbone(arguments.warm_start))
-    launch.pretrain(recipe, folder, workers, begin, arguments.debug)
+    launch.pretrain(recipe, folder, workers, begin, arguments.debug, profile_steps)
     _finished(folder)
 
 
@@ -199,6 +202,7 @@ def _resume(arguments: argparse.Namespace) -> None:
     from moco_ray.checkpoint import newest
     from moco_ray.run_folder import RunFolder
 
+    profile_steps = _profile_steps(arguments)
     folder = RunFolder.existing(arguments.folder)
     last = newest(folder.store)
     where = f"step {last.step}" if last else "step 0: no checkpoint was written before the run stopped"
@@ -207,8 +211,14 @@ def _resume(arguments: argparse.Namespace) -> None:
     from moco_ray.plan import Workers
 
     workers = Workers.of(arguments.workers) if arguments.workers else None
-    launch.resume(folder, workers, _overrides(arguments), arguments.debug)
+    launch.resume(folder, workers, _overrides(arguments), arguments.debug, profile_steps)
     _finished(folder)
+
+
+def _profile_steps(arguments: argparse.Namespace) -> int:
+    if arguments.profile is not None and arguments.profile < 1:
+        raise UserError(f"--profile {arguments.profile}: give the number of steps to trace, for example --profile 20")
+    return arguments.profile or 0
 
 
 def _finished(folder) -> None:

@@ -56,13 +56,13 @@ class Input(Section):
     )
     bytes_per_image: float = Field(108e3, gt=0, description="assumed: read from the storage, that benchmark's photos; with --data as the data set tells")
     share_from_other_nodes: float = Field(
-        1.0, ge=0, le=1, description="assumed: of the crops, made on another machine than trains on them; the worst, Ray places tasks where there is room"
+        0.0, ge=0, le=1, description="assumed: of the crops, made on another GPU node: none where nodes carry labels and have cores; else up to 1"
     )
     storage_bytes_per_second: float = Field(25e9, gt=0, description="assumed: what the storage gives all machines together")
 
 
 class DataNodes(Section):
-    """Machines without GPUs, added as far as the GPU nodes' cores do not do."""
+    """Machines without GPUs, for all of the input, where the GPU nodes' cores do not do."""
 
     most: int = Field(0, ge=0, description="assumed: none")
     cores: int = Field(16, ge=1, description="assumed: of each")

@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from safetensors.torch import save as bytes_of_tensors
 from torch import Tensor, nn
-from torchvision.models import resnet
 
 from moco_ray import detectron2_configs, layouts
 from moco_ray.backbone import SUFFIX, Backbone, Preprocessing, Trained, file_at, read_backbone, read_checkpoint
 from moco_ray.data.storage import Store
 from moco_ray.errors import UserError
-from moco_ray.method.encoder import BACKBONES
+from moco_ray.method.encoder import BACKBONES, EXPANSION
 
 Files = dict[str, bytes]  # by name below the target, in the order of writing; "" is the target itself
 OPSET = 18
@@ -98,9 +97,9 @@ def _transformers(backbone: Backbone) -> Files:
         "model_type": "resnet",
         "num_channels": 3,
         "embedding_size": 64,
-        "hidden_sizes": [64 * block.expansion * 2**stage for stage in range(4)],
+        "hidden_sizes": [64 * EXPANSION[block] * 2**stage for stage in range(4)],
         "depths": list(depths),
-        "layer_type": "bottleneck" if block is resnet.Bottleneck else "basic",
+        "layer_type": "bottleneck" if block == "Bottleneck" else "basic",
         "hidden_act": "relu",
         "downsample_in_first_stage": False,
         "downsample_in_bottleneck": False,
@@ -191,6 +190,11 @@ def _released(trained: Trained) -> Files:
 
     Differs in what it cannot hold: the step within the epoch and the ages of the keys are left out.
     """
+    if not trained.recipe.optimizer.as_released:
+        raise UserError(
+            "--to moco: the released code resumes SGD that decays all parameters alike, and this run has another optimizer "
+            f"(optimizer.name {trained.recipe.optimizer.name}); --to torchvision holds the backbone alone"
+        )
     state, tensors = trained.state, {}
     for ours, theirs in (("query_encoder", "encoder_q"), ("key_encoder", "encoder_k")):
         for name, tensor in state[ours].items():

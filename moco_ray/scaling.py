@@ -1,64 +1,32 @@
 """How fast a run would be on more GPUs than there are: arithmetic on the facts of a cluster.
 
-Responsible for the time of a step and its parts, what bounds it, and the load of network and object store, from the bytes that
-the code really sends (train.py, ranks.py, method/shuffle.py). Not responsible for the facts (cluster_facts.py) nor for how it is
-told (show_scale.py). Pure: no torch, no Ray. Its errors on one to four ranks: tests/bench/scaling.py.
+Responsible for the time of a step and its parts, what bounds it, and the load of network and object store. Not responsible for the
+facts (cluster_facts.py), for what is sent (traffic.py) nor for how it is told (show_scale.py). Pure: no torch, no Ray. Its errors on
+two to four ranks: tests/bench/results/scaling.md.
 
-A step of the busiest rank, in order: the crops of the key views (one all-to-all of uint8), the key encoder, the gather of the
-keys, the query encoder, and behind its backward the all-reduce of gradients by DDP's buckets. Input, and the saving of
-checkpoints, go on beside the steps.
+A step of the busiest rank: the key encoder; the query encoder's forward, and behind it the gather of the keys; its backward, and
+behind that the all-reduce of gradients by DDP's buckets; then what is fixed (optimizer, momentum). Behind all of it the exchange
+of the next step's key crops, one all-to-all of uint8. What is sent at the same time shares the network evenly. Input, and the
+saving of checkpoints, go on beside the steps.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from moco_ray.cluster_facts import ClusterFacts
-from moco_ray.plan import Plan, groups_of_rank
+from moco_ray.errors import UserError
 from moco_ray.recipe import Recipe
+from moco_ray.traffic import Load, Placed, Ring, buckets, unhidden
 
-FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20  # DDP's own
 ROUNDS = 60  # of halving, in the search for the step's time
-
-
-@dataclass(frozen=True)
-class Load:
-    """What a step of a recipe computes and sends, on any cluster."""
-
-    plan: Plan
-    gradients: tuple[int, ...]  # bytes of each parameter's gradient, in the model's order
-
-    @property
-    def directions(self) -> int:
-        return 2 if self.plan.recipe.contrast.symmetric else 1
-
-    @property
-    def crop_bytes(self) -> int:
-        """Of one view of a row, uint8."""
-        return 3 * self.plan.recipe.augment.image_pixels**2
-
-    @property
-    def key_bytes(self) -> int:
-        recipe = self.plan.recipe.encoder
-        return recipe.feature_dim * (8 if recipe.precision == "float64" else 4)
-
-    @property
-    def gradient_bytes(self) -> int:
-        return sum(self.gradients)
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        """Both encoders and the momentum, and the queue."""
-        return 3 * self.gradient_bytes + int(self.plan.facts()["queue_bytes"])
 
 
 class Parts(NamedTuple):
     """Seconds of a step that nothing else hides, on the busiest rank. Their sum is the step."""
 
-    encoder: float
-    exchange: float  # of uint8 crops
-    gather: float  # of keys
+    encoder: float  # both, with loss, optimizer and momentum
+    exchange: float  # of uint8 crops: what the step before does not hide
+    gather: float  # of keys: what the queries' forward does not hide
     all_reduce: float  # of gradients: what the backward does not hide
     signals: float  # small collectives: sums for the record, the look at the dictionary, the queue's fingerprint
     checkpoint: float  # the copy to host memory, as a mean over steps
@@ -88,129 +56,24 @@ class Scale(NamedTuple):
         return sum(self.parts)
 
 
-class Ring(NamedTuple):
-    """Ranks of one collective, and the slowest link between neighbours."""
-
-    world: int
-    bytes_per_second: float
-    latency_seconds: float
-
-    def gather_seconds(self, bytes_of_each: float) -> float:
-        """All-gather in a ring: each passes on the others'."""
-        return (self.world - 1) * (self.latency_seconds + bytes_of_each / self.bytes_per_second)
-
-    def reduce_seconds(self, size: float) -> float:
-        """All-reduce of so many bytes: twice round a ring for the bytes, a tree's depth for the latency, as NCCL chooses."""
-        return 2 * math.ceil(math.log2(self.world)) * self.latency_seconds + sent_by_all_reduce(size, self.world) / self.bytes_per_second
-
-
-def sent_by_all_reduce(size: float, world: int) -> float:
-    """Bytes that each rank of a ring sends, and receives."""
-    return 2 * (world - 1) / world * size
-
-
-def buckets(gradients: Sequence[int]) -> list[int]:
-    """Bytes of DDP's buckets in the order they are sent: gradients come from the last layer on; a bucket closes at its limit."""
-    found, filled = [], 0
-    for size in reversed(gradients):
-        filled += size
-        if filled >= (BUCKET_BYTES if found else FIRST_BUCKET_BYTES):
-            found.append(filled)
-            filled = 0
-    return found + [filled] if filled else found
-
-
-def unhidden_reduce_seconds(sizes: Sequence[int], ring: Ring, backward_seconds: float) -> float:
-    """What is left of the all-reduces of these buckets when the backward ends; gradients come evenly over it, by bytes.
-
-    That is pessimistic for a ResNet: its last layers, whose gradients come first, have most parameters and little work.
-    """
-    done, ready = 0.0, 0
-    for size in sizes:
-        ready += size
-        done = max(done, backward_seconds * ready / sum(sizes)) + ring.reduce_seconds(size)
-    return max(0.0, done - backward_seconds)
-
-
-def rows_leaving(plan: Plan, groups: range) -> float:
-    """Mean rows of these consecutive groups that a step's shuffle sends to other groups than these, for one direction.
-
-    The permutation is balanced: a group has as many rows from each group of its domain.
-    """
-    n, size = plan.recipe.batch.bn_group_size, plan.recipe.batch.shuffle_domain_groups or plan.groups
-    leaving = 0.0
-    for domain in range(groups.start // size, math.ceil(groups.stop / size)):
-        inside = min(groups.stop, (domain + 1) * size) - max(groups.start, domain * size)
-        leaving += inside * n * (1 - inside / size)
-    return leaving
-
-
-def groups_of_ranks(plan: Plan, world: int, first: int, count: int) -> range:
-    """The run of groups that `count` ranks own together."""
-    return range(groups_of_rank(plan.groups, world, first).start, groups_of_rank(plan.groups, world, first + count - 1).stop)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A load dealt out over the GPUs of a cluster: bytes of the busiest rank and node, whatever the time they take."""
-
-    load: Load
-    facts: ClusterFacts
-    world: int
-
-    def __post_init__(self):
-        self.load.plan.refuse_world(self.world)
-
-    @property
-    def nodes(self) -> int:
-        return math.ceil(self.world / self.facts.node.gpus)
-
-    @property
-    def ranks_of_node(self) -> int:
-        return min(self.world, self.facts.node.gpus)
-
-    @property
-    def rows(self) -> int:
-        """Of the rank that has most."""
-        return len(groups_of_rank(self.load.plan.groups, self.world, 0)) * self.load.plan.recipe.batch.bn_group_size
-
-    @property
-    def rows_of_node(self) -> int:
-        return len(groups_of_ranks(self.load.plan, self.world, 0, self.ranks_of_node)) * self.load.plan.recipe.batch.bn_group_size
-
-    def crops_leaving(self, ranks: int) -> float:
-        """Bytes that the busiest of all runs of so many ranks sends to others in a step's shuffles."""
-        starts = range(0, self.world, ranks)
-        runs = (groups_of_ranks(self.load.plan, self.world, first, min(ranks, self.world - first)) for first in starts)
-        return self.load.directions * self.load.crop_bytes * max(rows_leaving(self.load.plan, run) for run in runs)
-
-    def collective_bytes_of_node(self) -> float:
-        """Bytes that the busiest node receives in a step by collectives, of its network."""
-        if self.nodes == 1:
-            return 0.0
-        keys = (self.world - 1) * self.rows * self.load.key_bytes * self.load.directions
-        return self.crops_leaving(self.ranks_of_node) + keys + sent_by_all_reduce(self.load.gradient_bytes, self.world)
-
-    def partners(self) -> int:
-        """Other ranks with which the busiest one exchanges rows."""
-        size = self.load.plan.recipe.batch.shuffle_domain_groups or self.load.plan.groups
-        return min(self.world - 1, math.ceil(size * self.world / self.load.plan.groups), self.rows)
-
-
 def predict(load: Load, facts: ClusterFacts, gpus: int) -> Scale:
-    """A run of this load on `gpus` GPUs. Raises UserError if there are more GPUs than BatchNorm groups."""
-    place, recipe = _Place(load, facts, gpus), load.plan.recipe
+    """A run of this load on `gpus` GPUs. Raises UserError for more GPUs than BatchNorm groups, and where no core is left for input."""
+    place, recipe = Placed(load, facts, gpus), load.plan.recipe
     batch = recipe.batch.global_batch_size
-    core_seconds = facts.input.core_seconds_per_image
-    own_cores = place.nodes * facts.node.cores - gpus * facts.node.cores_per_worker
-    wished = batch / path_seconds(place, input_bytes=0.0)  # images/s if input kept up
-    lacking = max(0.0, wished * core_seconds - max(0.0, own_cores))
-    data_nodes = min(facts.data_nodes.most, math.ceil(lacking / facts.data_nodes.cores - 1e-9))
-    cores = max(0.0, own_cores) + data_nodes * facts.data_nodes.cores
-    input_bytes = _input_bytes_of_node(place, data_nodes, cores)
+    wished = batch / path_seconds(place, input_bytes=0.0) * facts.input.core_seconds_per_image  # cores, if input is to keep up
+    cores = max(0.0, place.nodes * facts.node.cores - gpus * facts.node.cores_per_worker)
+    data_nodes = 0
+    if wished > cores:  # then all of it is done by data nodes, for while there is one no data task runs elsewhere
+        asked = min(facts.data_nodes.most, math.ceil(wished / facts.data_nodes.cores - 1e-9))
+        if asked * facts.data_nodes.cores > cores:
+            data_nodes, cores = asked, asked * facts.data_nodes.cores
+    if not cores:
+        each = f"node.cores {facts.node.cores:g} and node.cores_per_worker {facts.node.cores_per_worker:g}"
+        raise UserError(f"no core is left for input: {each}; raise the first, or data_nodes.most")
+    input_bytes = _input_bytes_of_node(place, data_nodes)
     path = path_seconds(place, input_bytes)
     storage_seconds = batch * facts.input.bytes_per_image / facts.input.storage_bytes_per_second
-    input_seconds = max(batch * core_seconds / cores if cores else math.inf, storage_seconds, input_bytes / facts.network.bytes_per_second)
+    input_seconds = max(batch * facts.input.core_seconds_per_image / cores, storage_seconds, input_bytes / facts.network.bytes_per_second)
     step = max(path, input_seconds)
     parts = _parts(place, step, input_bytes)
     if input_seconds > path:
@@ -232,7 +95,7 @@ def predict(load: Load, facts: ClusterFacts, gpus: int) -> Scale:
     )  # fmt: skip
 
 
-def path_seconds(place: _Place, input_bytes: float) -> float:
+def path_seconds(place: Placed, input_bytes: float) -> float:
     """A step when crops are always there. They come over the same network, which leaves the rest of it to the collectives."""
     least = sum(_parts(place, math.inf, 0.0))
     low, high = least, 2 * least + 2 * input_bytes / place.facts.network.bytes_per_second
@@ -244,11 +107,11 @@ def path_seconds(place: _Place, input_bytes: float) -> float:
     return high
 
 
-def _parts(place: _Place, step_seconds: float, input_bytes: float) -> Parts:
+def _parts(place: Placed, step_seconds: float, input_bytes: float) -> Parts:
     """Of a step that takes so long, when a node receives `input_bytes` beside it. All but the wait for input."""
     load, facts, world = place.load, place.facts, place.world
-    run, rows = load.plan.recipe.run, place.rows
-    of_rows = load.directions * rows / facts.gpu.images_per_second
+    run = load.plan.recipe.run
+    of_rows = load.directions * place.rows / facts.gpu.images_per_second
     encoder = facts.gpu.fixed_seconds + of_rows
     every = saves_every_seconds(load.plan.recipe, step_seconds) if math.isfinite(step_seconds) else math.inf
     copying = load.checkpoint_bytes / facts.checkpoint.copy_bytes_per_second
@@ -267,14 +130,29 @@ def _parts(place: _Place, step_seconds: float, input_bytes: float) -> Parts:
     inside = place.crops_leaving(1) / facts.link.bytes_per_second if place.ranks_of_node > 1 else 0.0
     between = place.crops_leaving(place.ranks_of_node) / left if place.nodes > 1 else 0.0
     exchange = load.directions * place.partners() * latency + max(inside, between)
-    gather = load.directions * ring.gather_seconds(rows * load.key_bytes)
-    own_groups = rows // load.plan.recipe.batch.bn_group_size
-    last = min(own_groups, run.groups_per_forward or own_groups) / own_groups / load.directions  # of the rows, in the pass that reduces
-    backward = facts.gpu.backward_share * of_rows * last
-    all_reduce = unhidden_reduce_seconds(buckets(load.gradients), ring, backward)
+    exchange, gather, all_reduce = _unhidden(place, ring, exchange, of_rows)
     looks = 3 / run.dictionary_every_steps if run.dictionary_every_steps else 0.0
     signals = (1 + looks) * ring.reduce_seconds(0) + 5 / run.log_every_steps * ring.gather_seconds(0)
     return Parts(encoder, exchange, gather, all_reduce, signals, checkpoint, 0.0)
+
+
+def _unhidden(place: Placed, ring: Ring, exchange: float, of_rows: float) -> tuple[float, float, float]:
+    """Seconds of the exchange, of the gather and of the all-reduce that are waited for. Alone the exchange takes `exchange`, from the step's
+    beginning on; `of_rows` are computed.
+    """
+    load, facts, passes = place.load, place.facts.gpu, place.rows_of_passes
+    forward, backward = (1 - facts.backward_share) / 2 * of_rows, facts.backward_share * of_rows  # of all keys, and as long of all queries
+    first, last = (rows / place.rows / load.directions for rows in (passes[0], passes[-1]))
+    gather = load.directions * ring.gather_seconds(place.rows * load.key_bytes)
+
+    exchange = max(0.0, exchange - forward)  # left when the keys are encoded
+    shared = min(gather, exchange)
+    wait = max(0.0, gather + shared - forward * first)  # the first pass of queries is over, and its keys are not there
+    until_last = wait + forward + backward * (1 - last)
+    exchange = max(0.0, exchange - shared - max(0.0, until_last - gather - shared))
+    sizes = [size * load.gradient_wire for size in buckets(load.gradients)]
+    all_reduce, exchange = unhidden(sizes, ring, backward * last, exchange)
+    return max(0.0, exchange - facts.fixed_seconds), wait, all_reduce
 
 
 def _bound(parts: Parts) -> str:
@@ -283,14 +161,13 @@ def _bound(parts: Parts) -> str:
     return max(zip(parts, parts._fields, strict=True))[1].replace("_", "-")
 
 
-def _input_bytes_of_node(place: _Place, data_nodes: int, cores: float) -> float:
+def _input_bytes_of_node(place: Placed, data_nodes: int) -> float:
     """Bytes that a GPU node receives for the crops of a step: those made elsewhere, and the images that it decodes itself."""
-    facts, batch = place.facts, place.load.plan.recipe.batch.global_batch_size
-    on_data_nodes = data_nodes * facts.data_nodes.cores / cores if cores else 0.0
-    alone = place.nodes + data_nodes == 1
-    elsewhere = 0.0 if alone else max(facts.input.share_from_other_nodes, on_data_nodes)
-    decoded = batch * (1 - on_data_nodes) / place.nodes
-    return place.rows_of_node * elsewhere * 2 * place.load.crop_bytes + decoded * facts.input.bytes_per_image
+    facts, crops = place.facts.input, place.rows_of_node * 2 * place.load.crop_bytes
+    if data_nodes:
+        return crops
+    elsewhere = facts.share_from_other_nodes if place.nodes > 1 else 0.0
+    return crops * elsewhere + place.load.plan.recipe.batch.global_batch_size / place.nodes * facts.bytes_per_image
 
 
 def tasks_in_flight(data_cpus: float, ranks: int) -> int:

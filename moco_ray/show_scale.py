@@ -14,8 +14,9 @@ from moco_ray.errors import UserError
 from moco_ray.method.encoder import Encoder
 from moco_ray.plan import Plan
 from moco_ray.recipe import Recipe
-from moco_ray.scaling import Load, Scale, buckets, predict, recipe_for
+from moco_ray.scaling import Scale, predict, recipe_for
 from moco_ray.show_plan import IMAGENET_ROWS
+from moco_ray.traffic import Load, buckets
 
 MOST_GPUS = 16384
 OTHER = "*"  # marks rows of another recipe than the one given
@@ -89,7 +90,7 @@ def _load_lines(load: Load, source: str) -> list[str]:
     return [
         f"recipe     {recipe.encoder.backbone}, {recipe.encoder.head} head, {recipe.augment.image_pixels} pixels; batch {recipe.batch.global_batch_size} "
         f"in {plan.groups} BatchNorm groups; {plan.rows:,} rows ({source}), {plan.epochs:.4g} epochs",
-        f"a step     all-reduces {load.gradient_bytes / 1e6:.4g} MB of gradients in {len(sizes)} buckets, the last of {sizes[-1] / 1e6:.3g} MB; "
+        f"a step     all-reduces {load.reduced_bytes / 1e6:.4g} MB of gradients in {len(sizes)} buckets, the last of {sizes[-1] * load.gradient_wire / 1e6:.3g} MB; "
         f"exchanges {load.crop_bytes / 1e6:.3g} MB of crop a row within {domain} groups, and gathers {load.key_bytes} bytes of key a row{times}",
     ]
 
@@ -117,8 +118,8 @@ def _table(rows: list[list[str]]) -> list[str]:
 
 def _notes(plan: Plan, found: list[tuple[Plan, Scale]]) -> list[str]:
     notes = [
-        "effic. is the rate over as many times one GPU's; encode .. input are shares of a step (crops: exchange of uint8 crops; keys: their gather;",
-        "grads: what the backward does not hide of their all-reduce; signal: small collectives; ckpt: the copy; input: waits for it). Of a GPU node:",
+        "effic. is the rate over as many times one GPU's; encode .. input are shares of a step, of what nothing hides (crops: exchange of uint8 crops;",
+        "keys: their gather; grads: all-reduce of gradients; signal: small collectives; ckpt: the copy; input: the wait for crops). Of a GPU node:",
         "store: Ray's object store, held and brought by the second; net: received over its network. money: in the currency of price.*, for the run.",
     ]
     others = [row for row, scale in found if row.recipe != plan.recipe]

@@ -11,7 +11,7 @@ from torch import nn
 from moco_ray.data.prototypes import drawn_prototypes
 from moco_ray.data.segment import Segment, Source, content_of, segment_steps
 from moco_ray.data.survey import build_manifest
-from moco_ray.dictionary import AGES, Dictionary, Duplicates
+from moco_ray.dictionary import AGES, Dictionary, Duplicates, against_queue
 from moco_ray.errors import NonFinite
 from moco_ray.method.queue import Queue
 from moco_ray.method.shuffle import permutation
@@ -245,3 +245,14 @@ def test_bytes_are_hashed_in_every_tenth_epoch_and_an_image_has_one_hash(tmp_pat
         hashes.append(dict(zip(row.tolist(), content.tolist(), strict=True)))
     assert len(set(hashes[0].values())) == 64 and 0 not in hashes[0].values()
     assert hashes[3] == hashes[0] and not any(hashes[1].values()) and not any(hashes[2].values())
+
+
+@pytest.mark.parametrize("temperature", [0.005, 0.0299])
+def test_the_softmaxs_mass_does_not_vanish_at_low_temperatures(temperature):
+    draw = np.random.default_rng(0)
+    q, k = (torch.from_numpy(unit(draw, B, 32)).float() for _ in range(2))
+    queue, rows = Queue(4000, 32, 0), torch.arange(B)
+    sums = against_queue(q, k, queue, temperature, torch.arange(4000), rows)
+    weights = torch.softmax(q.double() @ queue.keys.double().T / temperature, 1)  # B,K; slot 0 is the oldest
+    for name, part in zip(AGES, reversed(weights.split(1000, 1)), strict=True):
+        assert sums[name].item() == pytest.approx(part.sum().item(), rel=1e-3)

@@ -10,22 +10,14 @@ import torch
 from moco_ray.cli import main
 from moco_ray.cluster_facts import ClusterFacts, fact_names
 from moco_ray.data.stream import tasks_of_a_rank
+from moco_ray.errors import UserError
 from moco_ray.method.shuffle import permutation, route
-from moco_ray.plan import Plan
+from moco_ray.plan import Plan, rows_of
 from moco_ray.ranks import Ranks
 from moco_ray.recipe import Recipe
-from moco_ray.scaling import (
-    Load,
-    Ring,
-    buckets,
-    predict,
-    recipe_for,
-    rows_leaving,
-    tasks_in_flight,
-    unhidden_reduce_seconds,
-)
+from moco_ray.scaling import predict, recipe_for, tasks_in_flight
 from moco_ray.show_scale import gpu_counts, gradient_bytes
-from moco_ray.train import rows_of
+from moco_ray.traffic import Load, Ring, buckets, rows_leaving, unhidden
 from tests import synthetic
 
 ROOT = Path(__file__).parent.parent
@@ -56,25 +48,28 @@ def test_one_gpu_computes_at_its_own_rate():
     assert one.network_bytes_per_second == pytest.approx(0, abs=1e-6)
 
 
-def test_parts_of_a_step_on_eight_machines_by_hand():
-    eight = predict(load(), facts(), 8)
-    assert eight.parts.encoder == pytest.approx(32 / 100)
-    assert eight.parts.exchange == pytest.approx(28 * 30_000 / 1e9)  # of 32 rows 4 stay
-    assert eight.parts.gather == pytest.approx(7 * 32 * 512 / 1e9)
-    assert eight.parts.all_reduce == pytest.approx(2 * 7 / 8 * 0.1)
+ALL_WAITED_FOR = "gpu.images_per_second=1e12"  # so fast that nothing hides behind it
+
+
+def test_what_a_step_sends_on_eight_machines_by_hand():
+    """Of 32 rows 4 stay. The exchange of the next step shares the network with all else."""
+    eight = predict(load(), facts(ALL_WAITED_FOR), 8)
+    crops, keys, gradients = 28 * 30_000 / 1e9, 7 * 32 * 512 / 1e9, 2 * 7 / 8 * 0.1
+    assert eight.step_seconds == pytest.approx(crops + keys + gradients)
+    assert eight.parts.gather == pytest.approx(2 * keys), "beside the exchange, which takes longer"
+    assert eight.parts.all_reduce == pytest.approx(gradients + crops - keys) and eight.parts.exchange == 0
     assert eight.network_bytes_per_second * eight.step_seconds == pytest.approx(28 * 30_000 + 7 * 32 * 512 + 1.75e8)
 
 
 def test_a_machine_of_eight_sends_its_rows_once_and_shares_its_network():
     """16 GPUs, 16 groups of 32: a node's 256 rows leave it by half; the ring of keys and gradients passes it once."""
-    wide = load("batch.global_batch_size=512", "optimizer.learning_rate=0.06")
-    both = predict(wide, facts("node.gpus=8", "link.bytes_per_second=1e15"), 16)
-    assert both.nodes == 2 and both.parts.exchange == pytest.approx(128 * 30_000 / 1e9)
-    assert both.parts.gather == pytest.approx(15 * 32 * 512 / 1e9)
-    assert both.parts.all_reduce == pytest.approx(2 * 15 / 16 * 0.1)
-    apart = predict(load("batch.global_batch_size=512", "batch.shuffle_domain_groups=8"), facts("node.gpus=8", "link.bytes_per_second=2e9"), 16)
-    assert apart.parts.exchange == pytest.approx(28 * 30_000 / 2e9), "no image leaves its node"
-    assert apart.network_bytes_per_second * apart.step_seconds == pytest.approx(15 * 32 * 512 + 2 * 15 / 16 * 1e8)
+    fast, few = (ALL_WAITED_FOR, "node.gpus=8"), (1000,)
+    wide = load("batch.global_batch_size=512", "optimizer.learning_rate=0.06", gradients=few)
+    both = predict(wide, facts(*fast, "link.bytes_per_second=1e15"), 16)
+    assert both.nodes == 2 and both.step_seconds == pytest.approx((128 * 30_000 + 15 * 32 * 512 + 2 * 15 / 16 * 1000) / 1e9)
+    apart = predict(load("batch.global_batch_size=512", "batch.shuffle_domain_groups=8", gradients=few), facts(*fast, "link.bytes_per_second=1e6"), 16)
+    assert apart.step_seconds == pytest.approx((28 * 30_000 + 15 * 32 * 512 + 2 * 15 / 16 * 1000) / 1e6), "no image leaves its node"
+    assert apart.network_bytes_per_second * apart.step_seconds == pytest.approx(15 * 32 * 512 + 2 * 15 / 16 * 1000)
 
 
 def test_numbers_that_do_not_divide_the_groups_wait_for_the_rank_that_has_most():
@@ -83,24 +78,55 @@ def test_numbers_that_do_not_divide_the_groups_wait_for_the_rank_that_has_most()
 
 
 def test_the_symmetric_form_computes_exchanges_and_gathers_twice():
-    once, twice = (predict(load(*words), facts(), 8).parts for words in ((), ("contrast.symmetric=true",)))
-    assert (twice.encoder, twice.exchange, twice.gather) == pytest.approx((2 * once.encoder, 2 * once.exchange, 2 * once.gather))
-    assert twice.all_reduce == pytest.approx(once.all_reduce)
+    once, twice = (predict(load(*words), facts(ALL_WAITED_FOR), 8) for words in ((), ("contrast.symmetric=true",)))
+    assert twice.step_seconds - once.step_seconds == pytest.approx((28 * 30_000 + 7 * 32 * 512) / 1e9)
+    assert predict(load("contrast.symmetric=true"), facts(), 1).step_seconds == pytest.approx(2 * 2.56)
+
+
+def test_gradients_in_bfloat16_are_half_the_bytes():
+    exact, half = (predict(load(*words, gradients=(MIB, 10**8)), facts(), 8) for words in ((), ("optimizer.gradient_reduction=bfloat16",)))
+    assert half.parts.all_reduce == pytest.approx(exact.parts.all_reduce / 2)
+    assert load("optimizer.name=adamw").checkpoint_bytes == load().checkpoint_bytes + 100_000_000
 
 
 def test_latency_counts_messages():
-    found = predict(load("run.dictionary_every_steps=3", "run.log_every_steps=5"), facts("network.latency_seconds=1", "network.bytes_per_second=1e15"), 8).parts
-    assert found.exchange == pytest.approx(7) and found.gather == pytest.approx(7)
+    quick = ("network.latency_seconds=1", "network.bytes_per_second=1e15")
+    found = predict(load("run.dictionary_every_steps=3", "run.log_every_steps=5"), facts(*quick, ALL_WAITED_FOR), 8).parts
+    assert found.gather == pytest.approx(14), "7 messages, beside the exchange's 7"
     assert found.all_reduce == pytest.approx(6)  # 2 log2 8
     assert found.signals == pytest.approx((1 + 1) * 6 + 5 / 5 * 7)
 
 
-def test_backward_hides_the_buckets_that_are_ready_before_its_end():
+def test_the_backward_hides_the_buckets_that_are_ready_before_its_end():
     ring = Ring(2, 1e6, 0.0)  # a bucket of so many MB takes as many seconds
-    assert unhidden_reduce_seconds([1_000_000, 3_000_000], ring, 8.0) == pytest.approx(3), "the last is ready when the backward ends"
-    assert unhidden_reduce_seconds([3_000_000, 1_000_000], ring, 4.0) == pytest.approx(3 + 3 + 1 - 4), "the first ends at 6"
+    assert unhidden([1_000_000, 3_000_000], ring, 8.0) == (pytest.approx(3), 0), "the last is ready when the backward ends"
+    assert unhidden([3_000_000, 1_000_000], ring, 4.0) == (pytest.approx(3 + 3 + 1 - 4), 0), "the first ends at 6"
     part = predict(load(), facts("gpu.backward_share=0.5"), 8).parts.all_reduce
     assert part == pytest.approx(0.175), "one bucket: all of it is ready at the end only"
+
+
+def test_an_exchange_under_way_shares_the_network_with_the_buckets():
+    ring = Ring(2, 1e6, 0.0)
+    assert unhidden([1_000_000], ring, 4.0, under_way=10.0) == (pytest.approx(2), pytest.approx(5)), "4 s alone, then 2 s side by side"
+    assert unhidden([1_000_000], ring, 4.0, under_way=4.5) == (pytest.approx(1.5), 0)
+    assert unhidden([1_000_000, 1_000_000], ring, 40.0, under_way=10.0) == (pytest.approx(1), 0)
+
+
+def test_a_step_hides_the_exchange_of_the_next_and_its_queries_the_gather():
+    """128 rows each: a quarter of 1.28 s for the keys, as long for the queries, the rest backward. A ring of 1 MB/s is a slow one."""
+    crops, keys = 64 * 30_000, 128 * 512
+    words = ("gpu.backward_share=0.5", "gpu.fixed_seconds=0.1")
+    small = load(gradients=(8,))
+
+    def parts(rate: float):
+        return predict(small, facts(*words, f"network.bytes_per_second={rate}"), 2).parts
+
+    assert parts(crops)[1:4] == pytest.approx((0, 0, 0), abs=1e-4), "1 s, in 1.38; keys 0.03 s, and as long again beside the crops"
+    slow = parts(crops / 2)  # 2 s: the gather of 0.07 s takes twice that, and 0.07 s of it are left at the end of 1.38 + ..
+    assert slow.gather == 0 and slow.exchange == pytest.approx(2 + keys / (crops / 2) - 1.38, abs=1e-4)
+    slower = parts(keys / 0.3)  # 0.3 s for the keys, 0.6 beside the crops, of which 0.32 are hidden
+    assert slower.gather == pytest.approx(0.6 - 0.32)
+    assert slower.exchange == pytest.approx(crops / keys * 0.3 + 0.3 - 0.28 - 1.38, abs=1e-3)
 
 
 def test_of_several_passes_only_the_last_hides_anything():
@@ -117,18 +143,25 @@ def test_input_that_does_not_keep_up_is_waited_for_and_data_nodes_mend_it():
     words = ("input.core_seconds_per_image=0.05", "node.cores=4")
     short = predict(load(), facts(*words), 1)
     assert short.bound == "input" and short.images_per_second == pytest.approx(60) and short.parts.input == pytest.approx(256 / 60 - 2.56)
-    mended = predict(load(), facts(*words, "data_nodes.most=9", "data_nodes.cores=1"), 1)
-    assert (mended.data_nodes, mended.bound) == (2, "encoder") and mended.images_per_second == pytest.approx(100)
-    assert mended.network_bytes_per_second == pytest.approx(100 * 0.4 * 60_000), "the crops of two cores of five"
+    mended = predict(load(), facts(*words, "data_nodes.most=9", "data_nodes.cores=2", "price.data_node=1", "price.gpu_node=1"), 1)
+    assert (mended.data_nodes, mended.bound) == (3, "encoder") and mended.images_per_second == pytest.approx(100)
+    assert mended.network_bytes_per_second == pytest.approx(100 * 60_000), "all crops are made there"
+    assert mended.money == pytest.approx(4 * mended.hours)
+    few = predict(load(), facts(*words, "data_nodes.most=1", "data_nodes.cores=2"), 1)
+    assert (few.data_nodes, few.images_per_second) == (0, pytest.approx(60)), "they would do all of it, and slower"
     assert predict(load(), facts("input.bytes_per_image=1e6", "input.storage_bytes_per_second=8e6"), 1).images_per_second == pytest.approx(8)
 
 
+def test_without_a_core_for_input_there_is_no_run():
+    with pytest.raises(UserError, match="no core is left for input: node.cores 1 and node.cores_per_worker 1; raise the first, or data_nodes.most"):
+        predict(load(), facts("node.cores=1"), 2)
+
+
 def test_crops_that_travel_take_their_part_of_the_network():
-    """Two GPUs, 128 rows each: 7.68 MB of crops come beside 1.92 + 0.066 + 100 MB of collectives, in a step of T = 1.28 + c / (w - i/T)."""
-    found = predict(load(), facts("input.share_from_other_nodes=1"), 2)
+    """Two GPUs, 128 rows each, all waited for: 7.68 MB of crops come beside 1.92 + 0.066 + 100 MB of collectives: T = c / (w - i/T)."""
+    found = predict(load(), facts("input.share_from_other_nodes=1", ALL_WAITED_FOR), 2)
     collective, came = 64 * 30_000 + 128 * 512 + 1e8, 128 * 60_000
-    left = 1e9 - came / found.step_seconds
-    assert found.step_seconds == pytest.approx(1.28 + collective / left, rel=1e-9)
+    assert found.step_seconds == pytest.approx((collective + came) / 1e9, rel=1e-6)
     slow = predict(load(gradients=(1000,)), facts("input.share_from_other_nodes=1", "network.bytes_per_second=1e6"), 1)
     assert slow.bound == "encoder", "one machine has its own crops"
 
@@ -284,11 +317,12 @@ def test_every_fact_changes_the_prediction():
     base, work = ["node.gpus=4", "node.cores=5", "data_nodes.most=3", "data_nodes.cores=1"], load(gradients=(5 * MIB, 30 * MIB, MIB))
 
     def found(*words: str) -> list:
-        return [predict(work, ClusterFacts.read(None, [*base, *words]), gpus) for gpus in (4, 8)]  # one node, and two
+        alone = predict(work, ClusterFacts.read(None, [*base, "data_nodes.most=0", *words]), 8)
+        return [alone, *(predict(work, ClusterFacts.read(None, [*base, *words]), gpus) for gpus in (4, 8))]  # one node, and two
 
     plain, values = found(), ClusterFacts.read(None, base).sources()
     other = {name: 0.01 if value == 0 else value * 2 for name, (value, _) in values.items()}
-    other |= {"data_nodes.most": 0, "input.share_from_other_nodes": 0.9, "input.storage_bytes_per_second": 1e6, "gpu.backward_share": 0.1}
+    other |= {"data_nodes.most": 0, "input.share_from_other_nodes": 0.9, "node.gpus": 2, "node.cores_per_worker": 0.5, "input.storage_bytes_per_second": 1e6, "gpu.backward_share": 0.1}
     told_only_where_too_slow = {"checkpoint.save_bytes_per_second"}
     for name, value in other.items():
         assert (found(f"{name}={value}") != plain) == (name not in told_only_where_too_slow), name

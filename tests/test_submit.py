@@ -21,8 +21,12 @@ from moco_ray.cli_submit import order_of, variables
 from moco_ray.data.prototypes import drawn_prototypes
 from moco_ray.data.storage import Store
 from moco_ray.errors import UserError
+from moco_ray.grafana import dashboard
 from moco_ray.submit import STOP_SECONDS, entrypoint, environment
+from tests.clusters import wait_until
 from tests.heads import JobHead
+from tests.test_gauges import expressions
+from tests.test_infra_rules import RULES, named
 
 ROOT = Path(__file__).parent.parent
 STEPS = 150
@@ -232,10 +236,43 @@ def test_from_images_to_a_backbone_in_one_job_and_once_more(place):
     code, said = place.run(*words)
     assert code == 0 and "trained encoder" in said, said
     names = {entry.name for entry in Store("s3://runs/all").list()}
-    assert {"packed/mine/pack.json", "runs/mine/evaluation.json", "backbones/mine.safetensors"} <= names
+    assert {"packed/mine/_moco_ray/pack.json", "runs/mine/evaluation.json", "backbones/mine.safetensors"} <= names
     assert moco_ray.load_backbone("s3://runs/all/backbones/mine.safetensors").origin["step"] == 30
     code, said = place.run(*words)
     assert code == 0 and "it is finished: nothing to do" in said and "is there already, the same" in said, said
+
+
+NOT_HERE = {  # Ray exports them where such a thing is or happened
+    "ray_node_gpus_utilization": "a GPU",
+    "autoscaler_recently_failed_nodes": "an autoscaler",
+    "ray_memory_manager_worker_eviction_total": "a node out of memory",
+}
+
+
+@pytest.mark.slow
+def test_every_metric_of_the_dashboard_and_the_rules_is_exported_by_a_real_run(tmp_path):
+    drawn_prototypes(tmp_path / "drawn", rows=320, test_rows=40)
+    queries = [rule["expr"] for rule in RULES] + [query for query in expressions(dashboard()) if not query.startswith("label_values")]
+    wanted, seen = set().union(*map(named, queries)) - NOT_HERE.keys(), set()
+    judged = ["evaluation.every_epochs=10", f"evaluation.bank_uri={tmp_path}/drawn/train", f"evaluation.query_uri={tmp_path}/drawn/test"]
+    with JobHead(4, {"RAY_metrics_report_interval_ms": "1000"}) as head:
+        desk = Desk(tmp_path, head, {"RAY_AUTH_MODE": "disabled"})
+        places = ["--data", f"{tmp_path}/drawn/train", "--storage", f"{tmp_path}/runs", "--address", head.url]
+        process = desk.start(DEMO[0], *places, *SMALL, *judged, "schedule.steps=3000", "run.checkpoint_every_steps=100")
+
+        def all_there() -> bool:
+            for target in json.loads((head.folder / "ray" / "prom_metrics_service_discovery.json").read_text()):
+                for port in target["targets"]:
+                    with urllib.request.urlopen(f"http://{port}/metrics", timeout=10) as answer:
+                        seen.update(re.findall(r"^([a-zA-Z_:][\w:]*)[ {]", answer.read().decode(), re.M))
+            return wanted <= seen or process.poll() is not None
+
+        try:
+            wait_until(all_there, 150, "all metrics")
+        finally:
+            process.kill()
+            words, _ = process.communicate()
+            assert wanted <= seen, (wanted - seen, words)
 
 
 NO_PACKAGE = """

@@ -32,16 +32,17 @@ import torch.distributed as dist
 from moco_ray.cluster_facts import ClusterFacts
 from moco_ray.data.batch import Batch
 from moco_ray.learner import Learner
-from moco_ray.plan import Plan, groups_of_rank
+from moco_ray.plan import Plan, groups_of_rank, rows_of
 from moco_ray.ranks import Ranks
 from moco_ray.recipe import Recipe
-from moco_ray.scaling import Load, predict, rows_leaving, sent_by_all_reduce
-from moco_ray.train import Outputs, rows_of, train
+from moco_ray.scaling import predict
+from moco_ray.traffic import Load, rows_leaving, sent_by_all_reduce
+from moco_ray.train import Outputs, train
 from tests.synthetic import PLAIN, small_learner
 
 MACHINES, CORES_OF_EACH = 4, 0.3  # 1.2 of two cores: the rest is for the kernel's side of the network, and for what else runs here
 PERIOD_US = 5_000  # of the shares
-LIMITS = {"unlimited": 0, "1 Gbit/s": 10**9, "200 Mbit/s": 2 * 10**8}
+LIMITS = {"unlimited": 0, "1 Gbit/s": 10**9, "200 Mbit/s": 2 * 10**8, "30 Mbit/s": 3 * 10**7}
 WARM_STEPS, STEPS = 1, 5  # of each run; the second is a period of record and look, so that their cost is in the mean
 ALONE_GROUPS = (2, 4)  # of 8: what a rank has at four ranks, and at two
 PROBE_BYTES, PROBE_ROUNDS = 8 << 20, 3
@@ -53,6 +54,7 @@ class Case(NamedTuple):
 
     words: tuple[str, ...]
     small: bool  # the two convolutions of tests/synthetic.py instead of a ResNet
+    limits: tuple[str, ...]  # of LIMITS: those at which what it sends matters
 
 
 COMMON = (
@@ -60,10 +62,12 @@ COMMON = (
     "run.checkpoint_every_steps=100000", "run.checkpoint_every_minutes=0", "run.memory_format=contiguous", "contrast.queue_keys=4096",
 )  # fmt: skip
 CASES = {
-    "gradients": Case(("encoder.backbone=resnet10", "encoder.stem=small_stride2", "batch.global_batch_size=32", "batch.bn_group_size=4", "augment.image_pixels=32"), False),
+    "gradients": Case(("encoder.backbone=resnet10", "encoder.stem=small_stride2", "batch.global_batch_size=32", "batch.bn_group_size=4", "augment.image_pixels=32"),
+        False, ("unlimited", "1 Gbit/s", "200 Mbit/s")),
     "crops": Case(
         ("encoder.feature_dim=512", "batch.global_batch_size=128", "batch.bn_group_size=16", "augment.image_pixels=128",
-         *(f"augment.{key}={value}" for key, value in PLAIN.items())), True),
+         *(f"augment.{key}={value}" for key, value in PLAIN.items())),
+        True, ("unlimited", "200 Mbit/s", "30 Mbit/s")),
 }  # fmt: skip
 
 
@@ -180,20 +184,20 @@ def bytes_sent(load: Load, ranks: int) -> float:
     plan, n = load.plan, load.plan.recipe.batch.bn_group_size
     owned = [groups_of_rank(plan.groups, ranks, rank) for rank in range(ranks)]
     keys = (ranks - 1) * len(owned[0]) * n * load.key_bytes
-    return max(rows_leaving(plan, groups) for groups in owned) * load.crop_bytes + keys + sent_by_all_reduce(load.gradient_bytes, ranks)
+    return max(rows_leaving(plan, groups) for groups in owned) * load.crop_bytes + keys + sent_by_all_reduce(load.reduced_bytes, ranks)
 
 
 def table(runs: list[dict]) -> list[str]:
     """Markdown: measured and predicted, and the largest errors."""
     lines = [
-        "| case | limit | ranks | MB sent a step | predicted | seconds a step | predicted | error | if nothing were sent |",
+        "| case | limit | ranks | MB sent a step | predicted | seconds a step | predicted | error | of it computing |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     errors = []
     for case in CASES:
         gradients = tuple(p.numel() * p.element_size() for p in learner_of(case, plan_of(case)).f_q.parameters())
         load = Load(plan_of(case), gradients)
-        for limit, ranks in itertools.product(LIMITS, range(2, MACHINES + 1)):
+        for limit, ranks in itertools.product(CASES[case].limits, range(2, MACHINES + 1)):
             mine = [r for r in runs if (r["case"], r["limit"], r["ranks"]) == (case, limit, ranks)]
             seconds, sent = (statistics.median(r[name] for r in mine) for name in ("seconds", "bytes"))
             found = predict(load, facts_of(runs, case, limit), ranks)
@@ -317,11 +321,11 @@ def measure(rounds: int) -> list[dict]:
     """One record for each run: case, limit, ranks (0: each alone), groups, and what was measured."""
     found = []
     with Machines() as machines:
-        for number, (limit, case) in itertools.product(range(rounds), itertools.product(LIMITS, CASES)):
+        for number, case, limit in ((n, case, limit) for n in range(rounds) for limit in LIMITS for case in CASES if limit in CASES[case].limits):
             machines.limit(LIMITS[limit])
             about = {"round": number, "limit": limit, "case": case}
             found.append({**about, "ranks": 0, **machines.probe()[0]})
-            for groups in ALONE_GROUPS if limit == next(iter(LIMITS)) else ():
+            for groups in ALONE_GROUPS if not LIMITS[limit] else ():
                 seconds = [answer["seconds"] for answer in machines.alone(case, groups)]
                 found.append({**about, "ranks": 1, "groups": groups, "seconds": statistics.mean(seconds), "seconds_of_each": seconds})
             for ranks in range(2, MACHINES + 1):
