@@ -29,6 +29,8 @@ class Attempt:
     from_checkpoint: str = ""  # the name of the one that was loaded; "" at the start of a run
     nodes: list[str] = field(default_factory=list)
     code: dict[str, Any] = field(default_factory=dict)  # versions, as run.json has them
+    data: str = ""  # where data tasks run
+    driver: str = ""  # the node of the driver, and of Ray Train's controller
 
 
 def register(run: Store, attempt: Attempt) -> None:

@@ -24,6 +24,7 @@ from moco_ray.data.shards import Manifest
 from moco_ray.data.stream import Shape, batches, in_order, tasks_of_a_rank
 from moco_ray.data.survey import build_manifest
 from moco_ray.errors import UserError
+from moco_ray.placement import DataPlace
 from moco_ray.plan import Plan
 from moco_ray.recipe import Recipe
 from moco_ray.session import lazily_spread, ray_session
@@ -190,7 +191,7 @@ def _transport(recipe: Recipe) -> Stage:
     tasks = max(2, wanted // steps)
     shape = Shape(rows, 6 * pixels**2, *tasks_of_a_rank(len(os.sched_getaffinity(0)), 1, is_local=True))
     count, began = 0, 0.0
-    for columns in in_order(partial(_blank_steps, rows, pixels, steps), tasks, shape):
+    for columns in in_order(partial(_blank_steps, rows, pixels, steps), tasks, lambda: shape):
         if not count:
             began = time.perf_counter()
         count += len(columns["crops"])
@@ -200,7 +201,7 @@ def _transport(recipe: Recipe) -> Stage:
 def _plane(manifest: Manifest, plan: Plan, seconds: float) -> dict[str, Any]:
     """The rate of `stream.batches` for one rank that takes what it gets, after its first step."""
     count, passed = 0, 0.0
-    stream = batches(manifest, plan.recipe, plan, 1, 0, 0, len(os.sched_getaffinity(0)), head_start=False)
+    stream = batches(manifest, plan.recipe, plan, 1, 0, 0, lambda: DataPlace(len(os.sched_getaffinity(0))), head_start=False)
     next(stream)
     began = time.perf_counter()
     while passed < seconds:

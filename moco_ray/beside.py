@@ -18,6 +18,7 @@ import torch
 
 from moco_ray import checkpoint
 from moco_ray.backbone import Backbone, read_saved
+from moco_ray.data.on_ray import pipeline_name
 from moco_ray.data.stream import Columns, labelled_rows
 from moco_ray.errors import UserError
 from moco_ray.evaluate.features import BATCH_ROWS, Described, LabelledSet, description
@@ -74,13 +75,18 @@ def describe_sets(sets: tuple[LabelledSet, ...], backbone: Backbone, recipe: Rec
     shared = ray.put((sets, recipe))
     parallel = min(len(work), 2 * helpers.count)
     images = ray.data.from_items(work, override_num_blocks=len(work)).map_batches(
-        partial(_read, shared), batch_size=None, num_cpus=CLAIM_CPUS, compute=ray.data.TaskPoolStrategy(size=parallel)
+        partial(_read, shared),
+        batch_size=None,
+        num_cpus=CLAIM_CPUS,
+        compute=ray.data.TaskPoolStrategy(size=parallel),
+        **helpers.options,
     )
     actors = ray.data.ActorPoolStrategy(size=min(helpers.count, len(work)))
-    gpu = {"num_gpus": 1} if helpers.on_gpus else {}
+    where = {"num_gpus": 1} if helpers.on_gpus else helpers.options
     features = images.map_batches(
-        _Describer, fn_constructor_args=(ray.put(backbone), recipe.augment), batch_size=BATCH_ROWS, num_cpus=CLAIM_CPUS, compute=actors, **gpu
+        _Describer, fn_constructor_args=(ray.put(backbone), recipe.augment), batch_size=BATCH_ROWS, num_cpus=CLAIM_CPUS, compute=actors, **where
     )
+    features.set_name(pipeline_name())
     context = features.context
     context.enable_progress_bars = context.print_on_execution_start = False
     context.execution_options.preserve_order = True

@@ -16,15 +16,18 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from moco_ray.data.on_ray import pipeline_name
+
 COORDINATOR = "AutoscalingCoordinator"
 ANSWER_SECONDS = 5.0
+KEPT_SECONDS = 180.0  # that the coordinator keeps what a pipeline asked for
 
 
 def living() -> dict[str, str]:
-    """Id to name of each node that Ray calls alive; of nodes of one name the beginning of the id is part of it."""
+    """Id to name of each node that Ray calls alive; of nodes of one name the end of the id is part of it."""
     names = {node["NodeID"]: node["NodeName"] or node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     count = Counter(names.values())
-    return {node: name if count[name] == 1 else f"{name}/{node[:6]}" for node, name in names.items()}
+    return {node: name if count[name] == 1 else f"{name}/{node[-6:]}" for node, name in names.items()}
 
 
 def of_nodes(kind: str) -> dict[str, float]:
@@ -82,6 +85,38 @@ def forget(request: str) -> None:
     with contextlib.suppress(ray.exceptions.RayError, ValueError, TimeoutError):
         actor = ray.get_actor(COORDINATOR, namespace=COORDINATOR)
         ray.get(actor.cancel_request.remote(f"train-{request}"), timeout=ANSWER_SECONDS)
+
+
+def forget_pipelines(silent_seconds: float) -> None:
+    """Let go of what Ray Data's pipelines of this driver had asked for and have not asked again for so long: their processes were killed.
+
+    A living one asks every 10 s. Ray itself keeps a request for three minutes, and with it nodes that nobody needs, and a share of the CPUs that the
+    others are told of. Best effort.
+    """
+
+    def forget(coordinator, prefix: str) -> None:  # inside a function, or its module would have to be on the actor's path
+        import time
+
+        asked_before = time.time() + KEPT_SECONDS - silent_seconds
+        for name, request in list(coordinator._ongoing_reqs.items()):
+            if name.startswith(prefix) and request.expiration_time <= asked_before:
+                coordinator.cancel_request(name)
+
+    with contextlib.suppress(ray.exceptions.RayError, ValueError, TimeoutError):
+        actor = ray.get_actor(COORDINATOR, namespace=COORDINATOR)
+        ray.get(actor.__ray_call__.remote(forget, f"data-{pipeline_name()}"), timeout=ANSWER_SECONDS)
+
+
+def autoscaler_refuses() -> bool:
+    """Whether Ray's second autoscaler says that it cannot make room for all that it is asked for; False where there is none. Best effort."""
+    with contextlib.suppress(Exception):  # internal to Ray, and errors of any kind: without it a run only waits for what there may never be
+        from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
+        from ray.experimental.internal_kv import internal_kv_get_gcs_client
+
+        reply = GetClusterStatusReply()
+        reply.ParseFromString(internal_kv_get_gcs_client().get_cluster_status(timeout_s=ANSWER_SECONDS))
+        return len(reply.autoscaling_state.infeasible_cluster_resource_constraints) > 0
+    return False
 
 
 def _unreachable() -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from moco_ray.cluster import living, nodes_leaving, recount
+from moco_ray.cluster import forget_pipelines, living, nodes_leaving, recount
 from moco_ray.data.storage import one_line
 from moco_ray.errors import NonFinite, UserError
 from moco_ray.evaluations import Evaluations
@@ -30,6 +30,7 @@ from moco_ray.worker import patience_seconds
 LOOK_SECONDS = 1.0  # between two looks at the cluster
 JOINED_SECONDS = 12.0  # that a new node is kept to ourselves, for a checkpoint to be written first
 RECOUNT_SECONDS = 3.0  # so that an elastic run grows soon after a node has joined
+FORGET_SECONDS = 30.0  # without a word of a pipeline, which speaks every 10 s
 PICTURE_SECONDS = 5.0  # at the end, for pictures whose images are being fetched
 WAITING_SECONDS = 30.0  # without workers, before a line says what is waited for
 
@@ -62,6 +63,7 @@ class Desk:
         self._without: set[str] = set()  # what failed of all that only looks at the run
         self._running, self._waiting_since, self._recounted = False, time.monotonic(), 0.0
         self._stopping, self._trained = "", False  # why; whether all steps are done
+        self._forgot = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="desk", daemon=True)
 
@@ -146,10 +148,16 @@ class Desk:
             events.saved(message, self._seconds_a_step, interval if message["step"] < self._plan.total_steps else 0)
             self._progress.safe(events.safe_step)
             self._evaluations.saved(message["step"], message["attempt"])
+        elif kind == "asking":
+            self._happened("asking", events.reached, message["text"])
         elif kind == "pictures":
             self._aside("pictures", lambda: self._gallery.hang(message))
         elif kind == "no_picture":
             self._happened("no_picture", message["step"], f"no pictures of step {message['step']}: {message['why']}")
+        elif kind == "profile":
+            self._happened("profile", message["step"], message["text"], seconds=message["seconds"])
+        elif kind == "no_profile":
+            self._happened("no_profile", message["step"], f"no profile: {message['why']}; training goes on without")
         elif kind == "not_saved":
             events.not_saved(message)
         elif kind == "skipped":
@@ -208,6 +216,9 @@ class Desk:
             self._recounted = time.monotonic()
             with contextlib.suppress(ray.exceptions.RayError, ValueError, TimeoutError):
                 recount()
+        if time.monotonic() - self._forgot > FORGET_SECONDS:
+            self._forgot = time.monotonic()
+            forget_pipelines(FORGET_SECONDS)
         for outcome in self._evaluations.look():
             if outcome.entry is None:
                 self.events.not_evaluated(outcome.step, outcome.why)

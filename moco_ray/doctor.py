@@ -188,7 +188,7 @@ def _object_store(case: _Case, room: Room | None, nodes: machines.Nodes, world: 
     if why:
         return [skipped(name, why) for name in ("object store", "shared memory")]
     try:
-        tasks, _ = tasks_of_a_rank(room.data_cpus(world), world, case.manifest.store.is_local)
+        tasks, _ = tasks_of_a_rank(room.data_place(world).cpus, world, case.manifest.store.is_local)
     except RuntimeError as error:
         return [failed("object store", str(error).rpartition("; ")[0], "fewer --workers, or a cluster with more CPUs"), skipped("shared memory", "no data task has room")]
     return machines.object_store(nodes, of_nodes("object_store_memory"), world * case.plan.object_store_bytes(world, tasks), world)

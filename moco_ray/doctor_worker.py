@@ -45,7 +45,7 @@ def doctor_worker(config: dict[str, Any]) -> None:
     refuse_emulated_precision(plan.recipe.encoder, device)
     use_float32_of(plan.recipe.encoder)
     # By data tasks from the first step on, for it is also seen whether they run.
-    rows = batches(job.manifest, plan.recipe, plan, ranks.world, ranks.rank, 0, room.data_cpus(ranks.world), head_start=False)
+    rows = batches(job.manifest, plan.recipe, plan, ranks.world, ranks.rank, 0, room.data_place_beside(ranks), head_start=False)
     if device.type != "cpu":
         rows = (batch._replace(crops=batch.crops.to(device)) for batch in rows)
     found = trial(Learner.new(plan.recipe, device), rows, plan, ranks)

@@ -134,7 +134,7 @@ class Evaluations:
                 return found
         following = next((name for name in self._standing.waiting if not found or self._step_of(name) != found[-1].step), None)
         if following is not None and (helpers := self._helpers()) is not None:
-            call = ray.remote(evaluate_checkpoint).options(num_cpus=CLAIM_CPUS, max_retries=1)
+            call = ray.remote(evaluate_checkpoint).options(num_cpus=CLAIM_CPUS, max_retries=1, **helpers.options)
             task = call.remote(self._run.uri, following, self._sets, helpers, not self._evaluated)  # the first tells what to compare with
             self._running = _Running(following, self._step_of(following), task, time.monotonic())
         elif following is not None:  # the GPUs that were left over are gone

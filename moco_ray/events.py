@@ -43,6 +43,11 @@ class Events:
 
     def begin(self, message: dict[str, Any]) -> None:
         """The workers stand at a checkpoint and are about to train."""
+        self._begin(message)
+        if len(self.nodes) > 1:
+            self._tell("placed", message["from_step"], message["seating"])
+
+    def _begin(self, message: dict[str, Any]) -> None:
         before, start, self.workers = self.workers, message["from_step"], len(message["nodes"])
         self._places, self._silent, self._slow = message["nodes"], set(), (-1, 0)
         for text in message["skipped"]:

@@ -22,7 +22,7 @@ from moco_ray import detectron2_configs, layouts
 from moco_ray.backbone import SUFFIX, Backbone, Preprocessing, Trained, file_at, read_backbone, read_checkpoint
 from moco_ray.data.storage import Store
 from moco_ray.errors import UserError
-from moco_ray.method.encoder import BACKBONES
+from moco_ray.method.encoder import BACKBONES, EXPANSION
 
 Files = dict[str, bytes]  # by name below the target, in the order of writing; "" is the target itself
 OPSET = 18
@@ -97,7 +97,7 @@ def _transformers(backbone: Backbone) -> Files:
         "model_type": "resnet",
         "num_channels": 3,
         "embedding_size": 64,
-        "hidden_sizes": [64 * block.expansion * 2**stage for stage in range(4)],
+        "hidden_sizes": [64 * EXPANSION[block] * 2**stage for stage in range(4)],
         "depths": list(depths),
         "layer_type": "bottleneck" if block == "Bottleneck" else "basic",
         "hidden_act": "relu",

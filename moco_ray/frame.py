@@ -69,6 +69,7 @@ def frame(record: Record, state: State, now: float, width: int) -> list[Line]:
         *_rows(record, width),
         Line(""),
         Line(_safe(record, state, now)),
+        *_seats(record),
         *_verdicts(record, width),
         *_events(record),
     ]
@@ -153,6 +154,12 @@ def _safe(record: Record, state: State, now: float) -> str:
     return f"safe at step {saved['step']}{ago}{cost}"
 
 
+def _seats(record: Record) -> list[Line]:
+    """Where the workers, the data tasks and the driver of the last start are, on a cluster of several nodes."""
+    placed = [event for event in record.events.entries if event.get("kind") == "placed"]
+    return [Line(str(placed[-1].get("text", "")))] if placed else []
+
+
 def _verdicts(record: Record, width: int) -> list[Line]:
     lines = []
     for one in record.health.get("verdicts", []):
@@ -162,7 +169,7 @@ def _verdicts(record: Record, width: int) -> list[Line]:
 
 
 def _events(record: Record) -> list[Line]:
-    shown = [event for event in record.events.entries if event.get("kind") != "verdict"][-EVENTS_SHOWN:]  # those stand above
+    shown = [event for event in record.events.entries if event.get("kind") not in ("verdict", "placed")][-EVENTS_SHOWN:]  # those stand above
     lines = [
         Line(f"{time.strftime('%H:%M', time.localtime(event.get('wall_time') or 0))}  {event.get('text', '')}", FAINT) for event in reversed(shown)
     ]

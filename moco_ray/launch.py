@@ -17,9 +17,10 @@ import ray.train.torch
 import torch
 
 from moco_ray import attempts, checkpoint
+from moco_ray.asking import Elastic
 from moco_ray.backbone import Backbone
 from moco_ray.board import start_board
-from moco_ray.cluster import forget, keep_helpers_here, living
+from moco_ray.cluster import forget, forget_pipelines, keep_helpers_here, living
 from moco_ray.data.shards import Manifest
 from moco_ray.data.survey import Spread, build_manifest
 from moco_ray.desk import Desk
@@ -61,10 +62,10 @@ class Begin(NamedTuple):
     released: str = ""  # a whole checkpoint of the released MoCo, to be carried on
 
 
-def pretrain(recipe: Recipe, folder: RunFolder, workers: Workers, begin: Begin, debug: bool = False) -> None:
+def pretrain(recipe: Recipe, folder: RunFolder, workers: Workers, begin: Begin, debug: bool = False, profile_steps: int = 0) -> None:
     """Carry a run to its end: a new one, or this very one from its newest checkpoint, if it was cut off.
 
-    Raises UserError for all that a user can cure.
+    With `profile_steps` a trace of so many steps is written. Raises UserError for all that a user can cure.
     """
     recipe = begun_from(recipe.at_absolute_paths(), begin.backbone)
     with lazily_spread(workers.most, debug) as spread:
@@ -89,10 +90,10 @@ def pretrain(recipe: Recipe, folder: RunFolder, workers: Workers, begin: Begin, 
             if state:
                 facts = about(recipe, surveyed.manifest, surveyed.plan)
                 checkpoint.save(folder.store, state["step"], 0, checkpoint.pack(state, facts), facts, recipe.run.keep_checkpoints)
-            _carry(surveyed, folder, workers, lease, debug)
+            _carry(surveyed, folder, workers, lease, debug, profile_steps)
 
 
-def resume(folder: RunFolder, workers: Workers | None, overrides: list[str], debug: bool = False) -> None:
+def resume(folder: RunFolder, workers: Workers | None, overrides: list[str], debug: bool = False, profile_steps: int = 0) -> None:
     """Carry a run on from its newest checkpoint, with any number of workers from one to its BN groups.
 
     None: as many as carried it last.
@@ -113,7 +114,7 @@ def resume(folder: RunFolder, workers: Workers | None, overrides: list[str], deb
             raise UserError(f"{folder.place} is finished: all {surveyed.plan.total_steps} steps are done")
         with Lease.acquire(folder.store, _say) as lease:
             folder.update(recipe, surveyed.manifest)
-            _carry(surveyed, folder, workers, lease, debug)
+            _carry(surveyed, folder, workers, lease, debug, profile_steps)
 
 
 class Surveyed(NamedTuple):
@@ -146,7 +147,7 @@ def _finished(folder: RunFolder, surveyed: Surveyed) -> bool:
     return last.step >= surveyed.plan.total_steps
 
 
-def _carry(surveyed: Surveyed, folder: RunFolder, workers: Workers, lease: Lease, debug: bool) -> None:
+def _carry(surveyed: Surveyed, folder: RunFolder, workers: Workers, lease: Lease, debug: bool, profile_steps: int) -> None:
     plan, run = surveyed.plan, folder.store
     last = checkpoint.newest(run)
     start = last.step if last else 0
@@ -157,7 +158,9 @@ def _carry(surveyed: Surveyed, folder: RunFolder, workers: Workers, lease: Lease
             keep_helpers_here()
         if request := folder.last_request():
             forget(request)
-        board = start_board(max(attempts.numbers(run), default=0) + 1)
+        driver = living().get(ray.get_runtime_context().get_node_id(), "")
+        first_attempt = max(attempts.numbers(run), default=0) + 1
+        board = start_board(first_attempt)
         journal = Journal(run, plan, start, lease.confirm)
         progress = Progress(plan, start)
         evaluations = Evaluations(run, plan, surveyed.sets, room.helpers, journal.evaluated)
@@ -168,10 +171,12 @@ def _carry(surveyed: Surveyed, folder: RunFolder, workers: Workers, lease: Lease
             words = lambda: room.words(workers)  # noqa: E731
             with Desk(board, journal, progress, plan, lease, evaluations, words, gallery, gauges) as desk, stoppable(desk.stop):
                 if start < plan.total_steps:
-                    _fit(Job(run.uri, str(workers), board, None if evaluations.beside else surveyed.sets), folder, workers, room, debug)
+                    sets = None if evaluations.beside else surveyed.sets
+                    _fit(Job(run.uri, str(workers), board, driver, sets, profile_steps, first_attempt), folder, workers, room, debug)
                 if not _finished(folder, surveyed):
                     raise UserError(f"the workers ended before the last step; `moco-ray resume {folder.place}` goes on")
                 desk.finish_evaluations()
+            forget_pipelines(0)
             with contextlib.suppress(UserError):  # those that were kept for their evaluation
                 checkpoint.prune(run, checkpoint.newest(run), plan.recipe.run.keep_checkpoints)
             journal.draw(run.uri.rstrip("/").rpartition("/")[2])
@@ -234,12 +239,14 @@ def _trainer(job: Job, notes: str, workers: Workers, room: Room, debug: bool) ->
     return Trainer(
         train_worker,
         train_loop_config={"job": job, "room": room},
-        scaling_config=ray.train.ScalingConfig(
+        scaling_config=Elastic(
             num_workers=(workers.least, workers.most) if workers.elastic else workers.most,
             elastic_resize_monitor_interval_s=2,
             use_gpu=room.on_gpus,
             resources_per_worker=room.claim,
-        ),
+            placement_strategy="PACK",  # on as few nodes as hold them: ranks of one node are neighbours, and speak over its own links
+            label_selector=room.selector,
+        ).watch(room, job.board),
         torch_config=ProcessGroup(timeout_s=600),
         run_config=ray.train.RunConfig(
             name="notes",

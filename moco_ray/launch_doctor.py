@@ -34,7 +34,7 @@ def carry_trial(manifest: Manifest, plan: Plan, workers: int, room: Room, debug:
         trainer = Trainer(
             doctor_worker,
             train_loop_config={"job": TrialJob(manifest, trial_plan(plan), board), "room": room},
-            scaling_config=ray.train.ScalingConfig(num_workers=workers, use_gpu=room.on_gpus, resources_per_worker=room.claim),
+            scaling_config=ray.train.ScalingConfig(num_workers=workers, use_gpu=room.on_gpus, resources_per_worker=room.claim, label_selector=room.selector),
             torch_config=ProcessGroup(timeout_s=int(PATIENCE_SECONDS)),
             run_config=ray.train.RunConfig(
                 name="notes",

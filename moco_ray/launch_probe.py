@@ -60,7 +60,7 @@ def _trainer(job: ProbeJob, notes: str, workers: int, room: Room, debug: bool) -
     return Trainer(
         probe_worker,
         train_loop_config={"job": job, "room": room},
-        scaling_config=ray.train.ScalingConfig(num_workers=workers, use_gpu=room.on_gpus, resources_per_worker=room.claim),
+        scaling_config=ray.train.ScalingConfig(num_workers=workers, use_gpu=room.on_gpus, resources_per_worker=room.claim, label_selector=room.selector),
         torch_config=ProcessGroup(timeout_s=1800),
         run_config=ray.train.RunConfig(
             name="notes",

@@ -20,6 +20,18 @@ def groups_of_rank(groups: int, world: int, rank: int) -> range:
     return range(start, start + base + (rank < extra))
 
 
+def rows_of(plan: "Plan", world: int, rank: int) -> range:
+    """Rows of the batch that a rank owns."""
+    groups, n = groups_of_rank(plan.groups, world, rank), plan.recipe.batch.bn_group_size
+    return range(groups.start * n, groups.stop * n)
+
+
+def passes(plan: "Plan", rows: int) -> list[slice]:
+    """A rank's rows cut into forward passes of whole BN groups."""
+    size = (plan.recipe.run.groups_per_forward or plan.groups) * plan.recipe.batch.bn_group_size
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
 class Workers(NamedTuple):
     """How many Ray Train workers may carry a run."""
 

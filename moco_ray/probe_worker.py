@@ -124,7 +124,7 @@ def _carry(job: ProbeJob, room: Room, ranks: Ranks, wire: Wire) -> None:
         wire.tell(kind="resumed", epoch=student.epoch)
     start = student.epoch * plan.steps_per_epoch
     source = Source(job.training.manifest, recipe, plan, job.subset)
-    rows = batches_of(source, ranks.world, ranks.rank, start, room.data_cpus(ranks.world))
+    rows = batches_of(source, ranks.world, ranks.rank, start, room.data_place_beside(ranks))
 
     def finished(held: Student) -> None:
         if ranks.is_first:

@@ -86,6 +86,7 @@ class Optimizer(Section):
     learning_rate: float = Field(0.03, gt=0.0)  # what the optimizer gets; nothing scales it
     sgd_momentum: float = Field(0.9, ge=0.0, lt=1.0)  # of sgd and lars
     weight_decay: float = Field(1e-4, ge=0.0)
+    gradient_reduction: Literal["exact", "bfloat16"] = "exact"  # how gradients travel between workers: bfloat16 is half the bytes, rounded
     decay_norm_and_bias: bool = True  # false: neither decays, and lars does not scale their rate
 
     @property
@@ -246,7 +247,7 @@ class Recipe(Section):
         except tomllib.TOMLDecodeError as error:
             raise UserError(f"{source} is not valid TOML: {error}") from error
         for override in overrides:
-            _apply(values, override)
+            apply_override(values, override)
         return cls.parse(values, source=source)
 
     @classmethod
@@ -254,7 +255,7 @@ class Recipe(Section):
         """The defaults (MoCo v2) with `section.key=value` overrides. Raises UserError."""
         values: dict[str, Any] = {}
         for override in overrides:
-            _apply(values, override)
+            apply_override(values, override)
         return cls.parse(values, source="the command line")
 
     @classmethod
@@ -263,7 +264,7 @@ class Recipe(Section):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise UserError(f"{source}: {_explain(error)}") from error
+            raise UserError(f"{source}: {explain(error, field_names() + list(cls.model_fields))}") from error
 
     def at_absolute_paths(self) -> "Recipe":
         """The same recipe with its local folders as absolute paths: workers run in another folder."""
@@ -314,6 +315,7 @@ class Recipe(Section):
 _ADDED = {  # by later releases, with what was computed before: there the fingerprint stays as it was
     ("encoder", "warm_start"): "",
     ("optimizer", "name"): "sgd",
+    ("optimizer", "gradient_reduction"): "exact",
     ("optimizer", "decay_norm_and_bias"): True,
 }
 _FREE = [  # what a resumed run may change
@@ -330,12 +332,13 @@ def field_names() -> list[str]:
     return [f"{s}.{k}" for s, f in Recipe.model_fields.items() for k in f.annotation.model_fields]
 
 
-def _apply(values: dict[str, Any], override: str) -> None:
+def apply_override(values: dict[str, Any], override: str, example: str = "optimizer.learning_rate=0.06") -> None:
+    """Put `section.key=value` into a nested dictionary. Raises UserError, with the example, for what is none."""
     name, equals, text = override.partition("=")
     section, dot, key = name.strip().partition(".")
     if not equals or not dot:
         raise UserError(
-            f"override {override!r} is not of the form section.key=value, for example optimizer.learning_rate=0.06"
+            f"override {override!r} is not of the form section.key=value, for example {example}"
         )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
@@ -347,11 +350,11 @@ def _apply(values: dict[str, Any], override: str) -> None:
     table[key] = value
 
 
-def _explain(error: ValidationError) -> str:
+def explain(error: ValidationError, known: list[str]) -> str:
+    """The first mistake and its cure; of the `known` keys the nearest is named."""
     first = error.errors()[0]
     name = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        known = field_names() + list(Recipe.model_fields)
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
         return f"unknown key {name!r}; the nearest known one is {near!r}"
     if first["type"] == "missing":

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import ray
@@ -15,7 +16,9 @@ import ray
 from moco_ray.data.on_ray import spread
 from moco_ray.data.survey import Spread
 from moco_ray.errors import UserError
+from moco_ray.placement import DATA, GROUP, DataPlace, Machine, place_data, worker_homes
 from moco_ray.plan import Workers
+from moco_ray.ranks import Ranks
 
 SPARE_CPUS = 2  # for the data tasks of a local Ray; they share the cores with the workers
 # Of a CPU, that each worker of an elastic run claims and leaves to data tasks: Ray takes as many workers as fit, and they must
@@ -29,6 +32,7 @@ class Helpers(NamedTuple):
 
     count: int
     on_gpus: bool  # one each
+    options: dict[str, Any] = {}  # of Ray, for what needs no GPU
 
 
 class Room(NamedTuple):
@@ -37,32 +41,44 @@ class Room(NamedTuple):
     worker_cpus: int  # threads of each worker
     claim: dict[str, float]  # Ray's resources for one worker
     spare_gpus: int = 0  # that no worker takes
+    selector: dict[str, str] | None = None  # of labels, that a worker's node must have
 
     @property
     def on_gpus(self) -> bool:
         return self.claim.get("GPU", 0) > 0
 
-    def data_cpus(self, workers: int) -> float:
-        """CPUs that are left for data tasks beside so many workers, in the cluster as it is now. Raises RuntimeError for none."""
-        left = ray.cluster_resources().get("CPU", 0.0) - workers * self.claim["CPU"]
-        if left <= 0:
+    def data_place(self, workers: int, seats: Sequence[str] = (), own: str = "") -> DataPlace:
+        """Where data tasks run beside so many workers, in the cluster as it is now. Raises RuntimeError if no CPU is left for them.
+
+        `seats`: the node id of each worker, and `own`, of the one that asks; where they are known.
+        """
+        place = place_data(_living(), self.claim["CPU"], workers, seats, own)
+        if place.cpus <= 0:
             raise RuntimeError(  # no mistake: a cluster that grows or shrinks may leave none for a moment
                 f"{workers} workers take all CPUs of the Ray cluster, and none is left for reading data; use fewer --workers, or "
                 "a cluster with more CPUs"
             )
-        return left
+        return place
+
+    def data_place_beside(self, ranks: Ranks) -> Callable[[], DataPlace]:
+        """The same for this rank, to be asked when it is wanted. Collective."""
+        own = ray.get_runtime_context().get_node_id()
+        return partial(self.data_place, ranks.world, ranks.gather_objects(own), own)
 
     def helpers(self) -> Helpers | None:
         """What runs a backbone in evaluations beside the training: the GPUs that are left over; without GPUs a process for each four
         CPUs, which lets the workers go first. None where the workers take all GPUs.
         """
+        machines = _living()
+        options = place_data(machines, self.claim["CPU"], 0).options
         if self.on_gpus:
-            return Helpers(self.spare_gpus, True) if self.spare_gpus else None
-        return Helpers(max(1, int(ray.cluster_resources().get("CPU", 1)) // 4), False)
+            return Helpers(self.spare_gpus, True, options) if self.spare_gpus else None
+        return Helpers(max(1, int(sum(machine.cpus for machine in machines)) // 4), False, options)
 
     def fits(self) -> int:
         """How many workers the living machines hold, if nothing else ran there."""
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        homes = [node for node in _living() if self.selector is None or node.group == self.selector[GROUP]]
+        nodes = [{"CPU": home.cpus, "GPU": home.gpus} for home in homes]
         return sum(int(min(node.get(kind, 0) / amount for kind, amount in self.claim.items())) for node in nodes)
 
     def fits_now(self) -> int:
@@ -120,31 +136,38 @@ def ray_session(workers: int | Workers, debug: bool = False) -> Iterator[Room]:
         each = max(1, len(os.sched_getaffinity(0)) // workers.most)
         ray.init("local", num_cpus=workers.most * each + max(SPARE_CPUS, workers.most), include_dashboard=False, **common)
     try:
-        yield _room([node["Resources"] for node in ray.nodes() if node["Alive"]], workers)
+        yield _room(_living(), workers)
     finally:
         if ours:
             ray.shutdown()
 
 
-def _room(nodes: list[dict[str, Any]], workers: Workers) -> Room:
+def _living() -> list[Machine]:
+    return [Machine.of(node) for node in ray.nodes() if node["Alive"]]
+
+
+def _room(machines: list[Machine], workers: Workers) -> Room:
     """What each worker gets on these nodes. Raises UserError if a run that cannot wait has no room."""
-    gpus, cpus = (int(sum(node.get(kind, 0) for node in nodes)) for kind in ("GPU", "CPU"))
+    nodes, selector = worker_homes(machines, workers.elastic)
+    gpus, cpus = int(sum(node.gpus for node in nodes)), int(sum(node.cpus for node in nodes))
     on_cluster, most = bool(os.environ.get("RAY_ADDRESS")), workers.most
+    apart = selector is not None and any(machine.group == DATA and machine.cpus > 0 for machine in machines)
     # On a cluster a quarter of the CPUs is left for reading data; the local Ray was made with its spare ones.
-    spare = max(SPARE_CPUS, most, cpus // 4 if on_cluster else 0)
+    spare = 0 if apart else max(SPARE_CPUS, most, cpus // 4 if on_cluster else 0)
     each = max(1, (cpus - spare) // most) if not gpus else 1
-    while each > 1 and sum(int(node.get("CPU", 0)) // each for node in nodes) < most:
+    while each > 1 and sum(int(node.cpus) // each for node in nodes) < most:
         each -= 1  # a worker's CPUs must lie on one node
     claim: dict[str, float] = {"CPU": each, **({"GPU": 1} if gpus else {})}
     if workers.elastic and on_cluster:
         if gpus:
             return Room(each, claim | {"CPU": CLAIM_BESIDE_GPU}, max(0, gpus - most))
-        sizes = {node["CPU"] for node in nodes if node.get("CPU", 0) > 0}
+        sizes = {node.cpus for node in nodes if node.cpus > 0}
         left = next((part for part in LEFT_FOR_DATA if all(size % (each + part) for size in sizes)), LEFT_FOR_DATA[0])
         return Room(each, claim | {"CPU": each + left})
-    if cpus < most * each + 1:
+    if cpus < most * each + (0 if apart else 1):
+        where = "the train group of the Ray cluster" if selector else "the Ray cluster"
         raise UserError(
-            f"the Ray cluster has {cpus} CPUs: {most} workers of {each} leave none for reading data, and the run would wait "
+            f"{where} has {cpus} CPUs: {most} workers of {each} leave none for reading data, and the run would wait "
             "for ever; use fewer --workers, a cluster with more CPUs, or --workers FEWEST:MOST to wait for machines to come"
         )
     if 0 < gpus < most:
@@ -152,4 +175,4 @@ def _room(nodes: list[dict[str, Any]], workers: Workers) -> Room:
             f"the Ray cluster has {gpus} GPUs for {most} workers; use at most {gpus} --workers, or --workers FEWEST:MOST to wait "
             "for machines to come"
         )
-    return Room(each, claim, max(0, gpus - most))
+    return Room(each, claim, max(0, gpus - most), selector)

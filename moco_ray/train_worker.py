@@ -14,6 +14,7 @@ from moco_ray.checkpoint import Saved
 from moco_ray.cluster import living
 from moco_ray.data.storage import Store
 from moco_ray.meter import hardware
+from moco_ray.placement import DataPlace
 from moco_ray.session import Room
 from moco_ray.worker import Node, Place, carry
 
@@ -24,7 +25,11 @@ def train_worker(config: dict[str, Any]) -> None:
     node = ray.get_runtime_context().get_node_id()
     name = living().get(node, node[:8])
     device = ray.train.torch.get_device()
-    place = Place(device, Node(node, name, hardware(device)), room.worker_cpus, room.data_cpus, partial(_point, config["job"].run))
+
+    def data_place(seats: list[str]) -> DataPlace:
+        return room.data_place(len(seats), seats, node)
+
+    place = Place(device, Node(node, name, hardware(device)), room.worker_cpus, data_place, partial(_point, config["job"].run))
     carry(config["job"], place)
 
 

@@ -7,6 +7,7 @@ for what a step does (train.py) nor for starting and restarting workers.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,11 +31,14 @@ from moco_ray.lookout import Advice, Lookout, News, Notice
 from moco_ray.meter import Meter
 from moco_ray.method.encoder import refuse_emulated_precision, use_float32_of
 from moco_ray.method.queue import Queue
+from moco_ray.parts import Parts
+from moco_ray.placement import DataPlace, seating
 from moco_ray.plan import Plan
 from moco_ray.ranks import Ranks
 from moco_ray.recipe import Recipe
 from moco_ray.run_folder import RunFolder, code_version
 from moco_ray.saver import OUTAGE_SECONDS, Saver
+from moco_ray.step_profile import StepProfile, is_written, name_of
 from moco_ray.train import Outputs, due, train
 
 FIRST_STEPS_SECONDS = 1800.0  # that ranks wait for each other until the second step is done
@@ -49,7 +53,10 @@ class Job:
     run: str  # URI of the run folder
     asked: str  # --workers
     board: Any  # see board.py
+    driver: str  # name of the driver's node
     sets: tuple[LabelledSet, LabelledSet] | None  # bank and queries of evaluations in the loop; None: there are none
+    profile_steps: int = 0  # of which a trace is asked for; 0: none
+    first_attempt: int = 0  # of this driver: the trace is wanted once, not after each restart
 
 
 class Node(NamedTuple):
@@ -67,7 +74,7 @@ class Place:
     device: torch.device
     node: Node
     threads: int
-    data_cpus: Callable[[int], float]  # of the whole cluster for data tasks, beside so many workers
+    data_place: Callable[[list[str]], DataPlace]  # where this rank's data tasks run now, beside workers on these nodes (ids)
     point: Callable[[checkpoint.Saved, bool], None]  # tells Ray of a whole checkpoint; True on rank 0; a collective
 
 
@@ -97,14 +104,15 @@ class _Rank:
 
     def __init__(self, job: Job, place: Place, ranks: Ranks, wire: Wire, attempt: int):
         self._folder, self._place, self._ranks, self._wire, self._attempt = _shared(job.run, place), place, ranks, wire, attempt
-        self._recipe, self._manifest, self._sets = self._folder.recipe(), self._folder.manifest(), job.sets
-        self._asked = job.asked
+        self._recipe, self._manifest, self._job = self._folder.recipe(), self._folder.manifest(), job
         refuse_emulated_precision(self._recipe.encoder, place.device)
         use_float32_of(self._recipe.encoder)
         self._plan = Plan(self._recipe, self._manifest.rows)
         self._plan.refuse_world(ranks.world)
         self._about = about(self._recipe, self._manifest, self._plan)
         self._order = Source(self._manifest, self._recipe, self._plan).order
+        self._nodes = ranks.gather_objects(place.node)
+        self._data = partial(place.data_place, [node.id for node in self._nodes])
         fresh = checkpoint.newest(self._folder.store) is None
         self._rows = self._read_from(0) if fresh else None  # while the model is built
         self._learner = Learner.new(self._recipe, place.device)
@@ -121,32 +129,46 @@ class _Rank:
         self._own_order: tuple[str, float] | None = None
         self._wire.step = learner.step
         self._began_at = began_at(self._folder, learner.step, ranks)
-        self._register(saved, skipped)
+        self._register(saved, skipped, self._data())
         self._meter = Meter(self._plan, ranks, learner.step)
         self._saver = Saver(self._write, self._wire.tell)
         wire = self._wire
         news = News(self._notice, lambda: self._own_order or wire.orders.get("save"), self._saver.take_newest, lambda: wire.orders.get("stop", ""))
         self._lookout = Lookout(ranks, news, recipe.run.checkpoint_every_minutes, learner.step)
         self._began, self._first_step, self._advice, self._patience_seconds = 0.0, learner.step, Advice(), FIRST_STEPS_SECONDS
-        if self._place.device.type != "cpu":
-            rows = (batch._replace(crops=batch.crops.to(self._place.device)) for batch in rows)
+        self._parts = Parts(self._place.device)
+        self._profile = self._asked_profile()
         ranks.expect_answers_within(FIRST_STEPS_SECONDS)
         try:
-            evaluate = self._evaluate if self._sets else None
-            outputs = Outputs(self._record, self._save, evaluate, self._completed, self._rows_of_slots, self._picture)
+            evaluate = self._evaluate if self._job.sets else None
+            outputs = Outputs(self._record, self._save, evaluate, self._completed, self._rows_of_slots, self._picture, self._parts)
             train(learner, self._meter.timed(rows), self._plan, ranks, outputs)
         finally:
             self._saver.close()
+            if self._profile:
+                self._profile.close()
 
     def _read_from(self, step: int) -> Iterator[Batch]:
         """This rank's batches from that step on; reading begins now."""
         ranks = self._ranks
-        cpus = self._place.data_cpus(ranks.world)
-        return Begun(batches(self._manifest, self._recipe, self._plan, ranks.world, ranks.rank, step, cpus))
+        return Begun(batches(self._manifest, self._recipe, self._plan, ranks.world, ranks.rank, step, self._data))
 
-    def _register(self, saved: checkpoint.Saved | None, skipped: list[str]) -> None:
-        """Say who carries the run from here on. Collective: no rank trains before it is in the storage."""
-        self._nodes = nodes = self._ranks.gather_objects(self._place.node)
+    def _asked_profile(self) -> StepProfile | None:
+        """On rank 0, where one is asked for and this driver's workers have not written it before a restart."""
+        run, steps = self._folder.store, self._job.profile_steps
+        if not steps or not self._ranks.is_first or is_written(run, self._job.first_attempt):
+            return None
+
+        def written(first: int, trace: bytes) -> str:
+            name = name_of(self._attempt, first)
+            run.write(name, trace)
+            return run.place(name)
+
+        return StepProfile(steps, self._parts, self._learner.step, self._plan.total_steps, written, self._wire.tell)
+
+    def _register(self, saved: checkpoint.Saved | None, skipped: list[str], data: DataPlace) -> None:
+        """Say who carries the run from here on, and where. Collective: no rank trains before it is in the storage."""
+        nodes, driver = self._nodes, self._job.driver
         names, failure, code = [node.name for node in nodes], None, code_version() if self._ranks.is_first else {}
         if self._ranks.is_first:
             self._wire.refuse_superseded()
@@ -154,12 +176,13 @@ class _Rank:
             try:
                 attempts.register(
                     self._folder.store,
-                    Attempt(self._attempt, self._learner.step, self._ranks.world, self._asked, name, names, code),
+                    Attempt(self._attempt, self._learner.step, self._ranks.world, self._job.asked, name, names, code, data.words, driver),
                 )
             except UserError as error:
                 failure = error
             where = {"nodes": names, "node_ids": [node.id for node in nodes], "hardware": [node.hardware for node in nodes], "code": code}
-            self._wire.tell(kind="begin", from_step=self._learner.step, skipped=skipped, **where)
+            seats = seating(names, data, driver)
+            self._wire.tell(kind="begin", from_step=self._learner.step, skipped=skipped, seating=seats, **where)
             if saved and not failure and saved not in checkpoint.whole(self._folder.store):
                 # A worker that was cut off wrote one more before this attempt was known, and pruned this one for it.
                 self._own_order = ("the checkpoint that this attempt began from is gone", time.time())
@@ -213,12 +236,15 @@ class _Rank:
 
     def _evaluate(self, learner: Learner) -> dict[str, float]:
         with self._meter.paused():
-            return watch_knn(learner.f_q, self._sets, self._recipe, self._ranks)
+            return watch_knn(learner.f_q, self._job.sets, self._recipe, self._ranks)
 
     def _completed(self, step: int) -> bool:
         """After each step. True if a checkpoint is to be written though none is due."""
         self._wire.step = step
         self._wire.refuse_superseded()
+        if self._profile:
+            with self._meter.paused():
+                self._profile.completed(step)
         if step == self._first_step + 1:
             self._began = time.monotonic()
         if step == self._first_step + 2:  # the first one waited for images: it says nothing of a step

@@ -63,9 +63,10 @@ class Cluster:
         """What a driver needs in its environment to run on this cluster."""
         return {"RAY_ADDRESS": self.address, "RAY_AUTH_MODE": "disabled"}
 
-    def add_node(self, cpus: int) -> "Node":
-        """Start a node and wait until the cluster counts it."""
-        return self._start(f"node{len(self.nodes)}", cpus, f"--address={self.address}")
+    def add_node(self, cpus: int, labels: str = "") -> "Node":
+        """Start a node and wait until the cluster counts it. `labels`: key=value, key=value, .."""
+        words = (f"--labels={labels}",) if labels else ()
+        return self._start(f"node{len(self.nodes)}", cpus, f"--address={self.address}", *words)
 
     def wait_for_nodes(self, count: int, seconds: float = 60) -> None:
         """Wait until the cluster counts so many nodes alive, the head among them."""
@@ -163,13 +164,18 @@ def start_ray(name: str, cpus: int, *words: str, log: Path, env: dict[str, str],
 
 def train_workers(root: int) -> list[int]:
     """Ray Train workers below a process, the oldest first."""
-    found = []
+    return sorted(pid for pid, work in at_work(root).items() if "RayTrainWorker" in work)
+
+
+def at_work(root: int) -> dict[int, str]:
+    """Process id of each of Ray's workers below a process -> the name of the task or actor method that it runs now, or of its actor."""
+    found = {}
     for pid in descendants(root):
         with contextlib.suppress(OSError):
             title = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if title.startswith(b"ray::") and b"RayTrainWorker" in title:
-                found.append(pid)
-    return sorted(found)
+            if title.startswith(b"ray::"):
+                found[pid] = title.decode(errors="replace").rstrip("\0 ")
+    return found
 
 
 def descendants(root: int) -> Iterator[int]:

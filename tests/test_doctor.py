@@ -28,6 +28,7 @@ from moco_ray.errors import StorageFailing, UserError
 from moco_ray.launch_doctor import cause_of
 from moco_ray.leak_probe import Leak
 from moco_ray.learner import Learner
+from moco_ray.placement import DataPlace
 from moco_ray.plan import Plan, Workers
 from moco_ray.ranks import Ranks
 from moco_ray.recipe import Recipe
@@ -101,8 +102,8 @@ class Cluster:
             def fits_now(self):
                 return cluster.free
 
-            def data_cpus(self, workers):
-                return 4.0
+            def data_place(self, workers):
+                return DataPlace(4.0)
 
         yield FourCpus(1, {"CPU": 1.0})
 

@@ -19,14 +19,18 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def story(clock):
-    lines = []
-    events = Events(lambda kind, step, text, **facts: lines.append((kind, step, text, facts)))
-    events.lines = lines
+    lines, placed = [], []  # all but where everything sits, and that
+
+    def tell(kind, step, text, **facts):
+        (placed if kind == "placed" else lines).append((kind, step, text, facts))
+
+    events = Events(tell)
+    events.lines, events.placed = lines, placed
     return events
 
 
 def begin(events, step, *nodes, skipped=()):
-    events.begin({"from_step": step, "nodes": list(nodes), "skipped": list(skipped)})
+    events.begin({"from_step": step, "nodes": list(nodes), "skipped": list(skipped), "seating": "where"})
 
 
 def test_a_lost_node_is_one_story_with_its_steps_and_seconds(story, clock):
@@ -46,6 +50,7 @@ def test_a_lost_node_is_one_story_with_its_steps_and_seconds(story, clock):
         "lost node c at step 57",
         "lost node c: continuing with 2 workers (3 before) from step 50, 7 steps are computed again (9.0 s without a step) on a, b",
     ]
+    assert story.placed == [("placed", 0, "where", {}), ("placed", 50, "where", {})]
     story.at(51)
     assert len(story.lines) == 4  # not caught up yet
     clock.now += 5
@@ -71,6 +76,7 @@ def test_growth_is_told_as_such_and_costs_nothing_where_a_checkpoint_was_just_wr
 def test_failures_before_the_first_step_and_damaged_checkpoints_are_told(story, clock):
     begin(story, 40, "a", skipped=["the checkpoint x is damaged: bits; using the one of step 40 before it"])
     assert [line[0] for line in story.lines] == ["skipped_checkpoint", "started"] and story.reached == 40
+    assert story.placed == []  # on one machine there is nothing to say
     story.failed({0: "RuntimeError: a bug"})
     assert story.lines[-1][2] == "worker 0 on a failed: RuntimeError: a bug; step 40 was reached"
 

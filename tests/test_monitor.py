@@ -330,6 +330,7 @@ def test_whoever_waits_for_an_order_hears_of_it_at_once_also_of_one_given_before
         ([[0.0, 0.1], [0.0, 0.0]], None),  # hardly anybody waits
         ([[0.0, 0.5], [0.0, 0.05], [0.0, 0.1]], None),  # two are slow: the plan, not one of them
         ([[0.9, 0.0]], None),
+        ([[0.0, 0.55], [0.0, 0.2]], 1),  # gradients take a fifth of everybody's time
     ],
 )
 def test_a_rank_is_slow_if_it_waits_for_nobody_and_all_others_wait(shares, slow):

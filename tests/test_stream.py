@@ -33,6 +33,7 @@ from moco_ray.data.segment import Segments, Source, segment_steps
 from moco_ray.data.storage import Store
 from moco_ray.data.survey import build_manifest
 from moco_ray.errors import UserError
+from moco_ray.placement import DataPlace
 from moco_ray.plan import Plan
 from moco_ray.recipe import Recipe
 from tests.fault_proxy import FaultProxy
@@ -211,7 +212,7 @@ def in_lock_step(source: Source, steps: int) -> list[int]:
     barrier, counts = threading.Barrier(2, timeout=60), [0, 0]
 
     def rank(number: int) -> None:
-        for batch in stream.batches(source.manifest, source.recipe, source.plan, 2, number, 0, data_cpus=1):
+        for batch in stream.batches(source.manifest, source.recipe, source.plan, 2, number, 0, place=lambda: DataPlace(1)):
             barrier.wait()
             counts[number] += len(batch.rows) > 0
             if counts[number] == 4:
@@ -329,7 +330,7 @@ def test_a_rank_makes_steps_itself_until_the_tasks_have_theirs_and_no_step_is_mi
 
     monkeypatch.setattr(stream, "_start_pipeline", pipeline)
     monkeypatch.setattr(stream, "TASKS_PER_PIPELINE", 2)
-    stretched = stream.in_order(None, 3, stream.Shape(1, 1, tasks_in_flight, 1.0), stream.OwnSteps(own(), ahead=8))
+    stretched = stream.in_order(None, 3, lambda: stream.Shape(1, 1, tasks_in_flight, 1.0), stream.OwnSteps(own(), ahead=8))
     first = next(stretched)
     time.sleep(0.2)  # the first step is computed
     assert started_at == ([] if tasks_in_flight == 1 else [0])

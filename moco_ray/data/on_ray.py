@@ -18,6 +18,11 @@ TASKS_IN_FLIGHT = 256  # more than most clusters have CPUs; each is a few kiloby
 T, R = TypeVar("T"), TypeVar("R")
 
 
+def pipeline_name() -> str:
+    """Of the Ray Data pipelines of this driver and all its workers: what they ask of an autoscaler goes by it (cluster.forget_pipelines)."""
+    return f"moco-ray-{ray.get_runtime_context().get_job_id()}"
+
+
 def spread(work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
     """work(item) of each item in order, as tasks of one CPU. Raises the UserError that a task raised."""
     task, shared = ray.remote(num_cpus=1, max_retries=3)(_call).remote, ray.put(work)

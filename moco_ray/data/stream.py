@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -38,9 +38,10 @@ from ray.exceptions import RayError
 
 from moco_ray.data.batch import BadRow, Batch
 from moco_ray.data.decode import BadImage, centre_crop, decode
-from moco_ray.data.on_ray import user_error
+from moco_ray.data.on_ray import pipeline_name, user_error
 from moco_ray.data.segment import Segments, Source, bad_row, segment_steps, side_by_side
 from moco_ray.data.shards import ChunkRows, Manifest, read_chunk_rows
+from moco_ray.placement import DataPlace
 from moco_ray.plan import Plan
 from moco_ray.recipe import Recipe
 
@@ -53,6 +54,11 @@ EXECUTOR_PAUSE_SECONDS, HUNGRY_PAUSE_SECONDS = 0.05, 0.005  # while blocks lie r
 Columns = dict[str, np.ndarray]
 
 
+def everywhere() -> DataPlace:
+    """All CPUs of the Ray that runs."""
+    return DataPlace(ray.cluster_resources().get("CPU", 1))
+
+
 def batches(
     manifest: Manifest,
     recipe: Recipe,
@@ -60,22 +66,22 @@ def batches(
     world: int,
     rank: int,
     start_step: int,
-    data_cpus: float | None = None,
+    place: Callable[[], DataPlace] = everywhere,
     head_start: bool = True,
 ) -> Iterator[Batch]:
     """This rank's rows of the steps start_step .. plan.total_steps-1, in order, one Batch a step.
 
     Steps count over the whole run; epoch = step // steps_per_epoch. Crops are read-only views of Ray's object store
-    where possible: never write into them, and let them go, for they hold its memory. Needs a running Ray, of which
-    `data_cpus` CPUs (all, by default) are for the data tasks of all ranks together; with `head_start` this process makes
-    the first steps itself while they start. Raises UserError if a file cannot
+    where possible: never write into them, and let them go, for they hold its memory. Needs a running Ray. `place()` tells where
+    data tasks run and what CPUs all ranks have for them; it is asked anew for each pipeline, so that nodes that came or went
+    count. With `head_start` this process makes the first steps itself while they start. Raises UserError if a file cannot
     be read or nothing can replace a bad row, and RuntimeError if rows arrive that the plan does not expect.
     """
-    yield from batches_of(Source(manifest, recipe, plan), world, rank, start_step, data_cpus, head_start)
+    yield from batches_of(Source(manifest, recipe, plan), world, rank, start_step, place, head_start)
 
 
 def batches_of(
-    source: Source, world: int, rank: int, start_step: int, data_cpus: float | None = None, head_start: bool = True
+    source: Source, world: int, rank: int, start_step: int, place: Callable[[], DataPlace] = everywhere, head_start: bool = True
 ) -> Iterator[Batch]:
     """The same of a source, which may be a subset of its data set's rows."""
     plan = source.plan
@@ -83,8 +89,11 @@ def batches_of(
     segments = Segments(plan, world, rank, start_step)
     shared = ray.put((source, segments))
     row_bytes = 2 * 3 * source.recipe.augment.image_pixels**2
-    data_cpus = ray.cluster_resources().get("CPU", 1) if data_cpus is None else data_cpus
-    shape = Shape(segments.rows_per_step, row_bytes, *tasks_of_a_rank(data_cpus, world, source.manifest.store.is_local))
+
+    def shape() -> Shape:
+        found = place()
+        return Shape(segments.rows_per_step, row_bytes, *tasks_of_a_rank(found.cpus, world, source.manifest.store.is_local), found.options)
+
     skipped = 1 if head_start and len(segments) else 0
     own = OwnSteps(_steps_of_all(source, segments), segments[0].steps) if skipped else None
     step = start_step
@@ -120,7 +129,7 @@ def labelled_images(
     work = partial(_labelled_task, shared, task_rows, batch_rows)
     parallel = max(1, int(ray.cluster_resources().get("CPU", 1) / ranks))
     seen, shape = 0, Shape(batch_rows, 3 * recipe.augment.image_pixels**2, parallel, EVALUATION_TASK_CPUS)
-    for columns in in_order(work, -(-len(row_numbers) // task_rows), shape):
+    for columns in in_order(work, -(-len(row_numbers) // task_rows), lambda: shape):
         _refuse_other(seen, np.arange(seen, min(seen + batch_rows, len(row_numbers))), columns["position"])
         seen += len(columns["position"])
         bad, good = _bad_rows(columns["bad"]), columns["bad"] == ""
@@ -205,6 +214,7 @@ class Shape(NamedTuple):
     row_bytes: int
     tasks_in_flight: int
     task_cpus: float  # that a task claims
+    options: dict[str, Any] = {}  # of Ray, for its tasks
 
     @property
     def bytes(self) -> int:
@@ -243,21 +253,24 @@ class OwnSteps(NamedTuple):
 
 
 def in_order(
-    work: Callable[[int], Iterator[Columns]], tasks: int, shape: Shape, own: OwnSteps | None = None
+    work: Callable[[int], Iterator[Columns]], tasks: int, shape: Callable[[], Shape], own: OwnSteps | None = None
 ) -> Iterator[Columns]:
-    """The columns that work(0), work(1), .. work(tasks-1) yield, in this order, `shape.block_rows` rows at a time.
+    """The columns that work(0), work(1), .. work(tasks-1) yield, in this order, `block_rows` rows at a time.
 
-    All that a task yields has as many rows, except the very last. Before them come those of `own`. Raises the UserError
-    that a task raised.
+    All that a task yields has as many rows, except the very last. Before them come those of `own`. `shape()` is asked for each
+    pipeline; all have the same blocks. Raises the UserError that a task raised.
     """
     starts = range(0, tasks, TASKS_PER_PIPELINE)
 
     def part_of(index: int) -> range:
         return range(starts[index], min(starts[index] + TASKS_PER_PIPELINE, tasks))
 
-    start = partial(_start_pipeline, work, shape)
+    def start(part: range) -> tuple[int, Iterator[Columns]]:
+        found = shape()
+        return found.tasks_in_flight, _start_pipeline(work, found, part)
+
     with ThreadPoolExecutor(1, "next-pipeline") as thread:
-        at_once = own is None or shape.tasks_in_flight > 1
+        at_once = own is None or shape().tasks_in_flight > 1
         following: Future | None = thread.submit(start, part_of(0)) if starts and at_once else None
         try:
             again = 0  # steps that were made here, and are made by the tasks too
@@ -273,9 +286,9 @@ def in_order(
                 again = made - own.ahead
             for index in range(len(starts)):
                 part = part_of(index)
-                blocks, following = following.result(), None
+                (in_flight, blocks), following = following.result(), None
                 for columns in blocks:
-                    late = columns["task"][0] >= part.stop - shape.tasks_in_flight  # all of this one are at work
+                    late = columns["task"][0] >= part.stop - in_flight  # all of this one are at work
                     if late and following is None and index + 1 < len(starts):
                         following = thread.submit(start, part_of(index + 1))
                     if again > 0:
@@ -317,7 +330,8 @@ def _start_pipeline(work: Callable, shape: Shape, part: range) -> Iterator[Colum
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what matters is raised; a run prints its own progress
     compute = ray.data.TaskPoolStrategy(size=min(shape.tasks_in_flight, len(part)))
     numbers = ray.data.from_items([{"id": number} for number in part], override_num_blocks=len(part))
-    tasks = numbers.map_batches(run_tasks, batch_size=None, num_cpus=shape.task_cpus, compute=compute)
+    tasks = numbers.map_batches(run_tasks, batch_size=None, num_cpus=shape.task_cpus, compute=compute, **shape.options)
+    tasks.set_name(pipeline_name())
     context = tasks.context
     context.enable_progress_bars = context.print_on_execution_start = False
     context.execution_options.preserve_order = True
