@@ -67,6 +67,7 @@ PLAIN = {
 
 
 def test_losses_over_20_steps_with_fused_parts_are_those_with_plain_ones():
+    torch.set_num_threads(1)
     recipe = synthetic.recipe(optimizer={"learning_rate": 0.03})  # a ResNet-10
     assert isinstance(Learner.new(recipe).f_q.backbone.layer4[0].conv2, SmallMapConv2d)
     found = []

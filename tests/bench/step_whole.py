@@ -10,18 +10,15 @@ import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from moco_ray.data.augment import colour_stage
 from moco_ray.learner import Learner
-from moco_ray.method.contrast import info_nce
 from moco_ray.method.encoder import build_backbone, width_of
+from moco_ray.parts import Parts
 from moco_ray.plan import Plan
 from moco_ray.ranks import Ranks
 from moco_ray.recipe import Recipe
@@ -93,38 +90,14 @@ def _network(backbone: str) -> nn.Module:
 # --- shares -------------------------------------------------------------------------------------------------------------
 
 
-class Clock:
-    """Seconds in each part, by `now`: CPU seconds of this thread. What a part calls that is timed itself is counted there."""
+COUNTED = ("key forward", "query forward", "backward", "all-reduce", "optimizer")
 
-    def __init__(self, now: Callable[[], float] = time.thread_time):
-        self._now = now
-        self.seconds: dict[str, float] = {}
-        self._open: list[tuple[str, float]] = []
 
-    def enter(self, name: str) -> None:
-        self._stop()
-        self._open.append((name, self._now()))
+class ThreadParts(Parts):
+    """The loop's own clock of its parts, by CPU seconds of the thread."""
 
-    def leave(self) -> None:
-        self._stop()
-        self._open.pop()
-        if self._open:
-            self._open[-1] = (self._open[-1][0], self._now())
-
-    def _stop(self) -> None:
-        if self._open:
-            name, began = self._open[-1]
-            self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - began
-
-    def timed(self, name: str, function: Any) -> Any:
-        def work(*arguments: Any, **named: Any) -> Any:
-            self.enter(name)
-            try:
-                return function(*arguments, **named)
-            finally:
-                self.leave()
-
-        return work
+    def _time(self) -> float:
+        return time.thread_time()
 
 
 def share(rounds: int) -> dict[str, Any]:
@@ -132,41 +105,26 @@ def share(rounds: int) -> dict[str, Any]:
     found = {}
     for precision in ("float32", "bfloat16"):
         recipe = recipe_of(1, "resnet50", 224, batch={"bn_group_size": 4}, encoder={"precision": precision}, augment=AUGMENT)
-        found[precision] = shares_of(recipe, rounds)
+        found[precision] = shares_of(recipe, rounds, Ranks(), ThreadParts())
     return found
 
 
-def shares_of(recipe: Recipe, steps: int, ranks: Ranks | None = None, now: Callable[[], float] = time.thread_time) -> dict[str, Any]:
-    """Of the loop's steps, the first left out, on one rank."""
-    ranks = ranks or Ranks()
-    learner, clock, plan = Learner.new(recipe, ranks.device), Clock(now), Plan(recipe, ROWS)
-    for encoder, name in ((learner.f_q, "query encoder"), (learner.f_k, "key encoder")):
-        encoder.forward = clock.timed(name, encoder.forward)
-    learner.optimizer.step = clock.timed("optimizer", learner.optimizer.step)
-    parts = {
-        "torch.Tensor.backward": clock.timed("query encoder, backward", torch.Tensor.backward),
-        "moco_ray.train.info_nce": clock.timed("loss", info_nce),
-        "moco_ray.train.colour_stage": clock.timed("colour stage", colour_stage),
-    }
+def shares_of(recipe: Recipe, steps: int, ranks: Ranks, parts: Parts) -> dict[str, Any]:
+    """Of the loop's steps, the first two left out, on one rank."""
+    plan = Plan(recipe, ROWS)
 
     def completed(step: int) -> bool:
-        clock.leave()
-        if step == 1:  # it sets much up
-            clock.seconds.clear()
-        clock.enter("the rest")
+        if step == 2:  # they set much up
+            parts.start()
         return False
 
-    rows = itertools.islice(batches(plan, ranks), steps + 1)
-    with contextlib.ExitStack() as patched:
-        for name, part in parts.items():
-            patched.enter_context(mock.patch(name, part))
-        clock.enter("the rest")
-        with contextlib.suppress(StopIteration):  # no more rows
-            train(learner, rows, plan, ranks, Outputs(lambda *_: None, lambda learner: None, None, completed))
-    total = sum(clock.seconds.values())
-    counted = sum(seconds for name, seconds in clock.seconds.items() if "encoder" in name or name == "optimizer")
+    outputs = Outputs(lambda *_: None, lambda learner: None, None, completed)._replace(parts=parts)
+    with contextlib.suppress(StopIteration):  # no more rows
+        train(Learner.new(recipe, ranks.device), itertools.islice(batches(plan, ranks), steps + 2), plan, ranks, outputs)
+    seconds = parts.stop()
+    total = sum(seconds.values())
     return {
         "seconds_a_step": round(total / steps, 4),
-        "shares": {name: round(seconds / total, 4) for name, seconds in sorted(clock.seconds.items(), key=lambda item: -item[1])},
-        "neither_encoder_nor_optimizer": round(1 - counted / total, 4),
+        "shares": {name: round(value / total, 4) for name, value in sorted(seconds.items(), key=lambda item: -item[1]) if value},
+        "neither_encoder_nor_optimizer": round(1 - sum(seconds[name] for name in COUNTED) / total, 4),
     }

@@ -28,6 +28,7 @@ from moco_ray.method.batchnorm import GroupedBatchNorm2d
 from moco_ray.method.contrast import info_nce
 from moco_ray.method.encoder import use_float32_of
 from moco_ray.method.optimizers import build_optimizer
+from moco_ray.parts import Parts
 from moco_ray.plan import Plan
 from moco_ray.ranks import Ranks
 from moco_ray.recipe import Optimizer, Recipe
@@ -219,13 +220,13 @@ def large_queue(machine: Machine) -> dict[str, Any]:
 
 
 def shares(machine: Machine) -> dict[str, Any]:
-    """Of each part of the step; waits for the device between parts, so that the whole is slower than above."""
+    """Of each part of the step, by events on the device."""
     rows = machine.size.rows[-2]
     recipe = recipe_of(
         1, machine.size.backbone, machine.size.pixels, augment=AUGMENT, encoder={"precision": machine.precision},
         batch={"global_batch_size": rows, "bn_group_size": max(2, rows // 8)}, contrast={"queue_keys": machine.size.queue_keys},
     )  # fmt: skip
-    return {f"N {rows}": shares_of(recipe, machine.size.steps, Ranks(device=machine.device), machine.now)}
+    return {f"N {rows}": shares_of(recipe, machine.size.steps, Ranks(device=machine.device), Parts(machine.device))}
 
 
 def colour_stage_rate(machine: Machine) -> dict[str, Any]:
