@@ -9,7 +9,7 @@ import json
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 from PIL import Image, ImageOps
@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load as tensors_of_bytes
 from safetensors.torch import save as bytes_of_tensors
 from torch import Tensor, nn
-from torchvision.transforms import v2
 
 from moco_ray import checkpoint, recipe
 from moco_ray.data.storage import S3_SCHEMES, Store, one_line
@@ -25,6 +24,9 @@ from moco_ray.errors import UserError
 from moco_ray.method.encoder import build_backbone, width_of
 from moco_ray.run_folder import RunFolder
 from moco_ray.standing import Standing
+
+if TYPE_CHECKING:
+    from torchvision.transforms import v2
 
 VERSION = 1
 HEADER = "moco_ray"  # the key of our part of a file's header
@@ -50,11 +52,13 @@ class Preprocessing:
         resize = evaluation.resize_pixels if evaluation.bank_uri else round(augment.image_pixels * 256 / 224)
         return cls(resize, augment.image_pixels, tuple(augment.mean), tuple(augment.std))
 
-    def transform(self) -> v2.Compose:
+    def transform(self) -> "v2.Compose":
         """A PIL image, or uint8 ...,3,H,W, to float32 ...,3,P,P.
 
         Images become RGB and stand upright as when they are decoded for a run: alpha is dropped, EXIF's orientation applied.
         """
+        from torchvision.transforms import v2
+
         return v2.Compose([
             _upright_rgb, v2.ToImage(), v2.RGB(), v2.Resize(self.resize_pixels, antialias=True), v2.CenterCrop(self.image_pixels),
             v2.ToDtype(torch.float32, scale=True), v2.Normalize(self.mean, self.std), v2.ToPureTensor(),

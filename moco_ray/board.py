@@ -46,6 +46,7 @@ class Mailbox:
         self._flush_count = 0
         self._pulses: dict[int, tuple[int, float]] = {}  # step, and when it was heard
         self._orders: dict[str, Any] = {}
+        self._ordered = asyncio.Event()
         self._fatal: BaseException | None = None
 
     async def begin(self) -> int:
@@ -93,8 +94,16 @@ class Mailbox:
         now = time.monotonic()
         return {rank: Pulse(step, now - heard) for rank, (step, heard) in self._pulses.items()}
 
+    async def changed(self, attempt: int, have: dict[str, Any]) -> None:
+        """Return when there are other orders than `have`, or after PULSE_SECONDS."""
+        if attempt == self._attempt and self._orders == have:
+            self._ordered.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ordered.wait(), PULSE_SECONDS)
+
     async def order(self, orders: dict[str, Any]) -> None:
         self._orders = {**self._orders, **orders}
+        self._ordered.set()
 
     async def fail(self, attempt: int, error: BaseException) -> None:
         """The run cannot go on, whatever is started again: the driver is to raise this."""
@@ -180,11 +189,14 @@ class Wire:
         self._thread.join(timeout=2 * PULSE_SECONDS)
 
     def _beat(self) -> None:
-        while not self._stop.wait(PULSE_SECONDS):
+        while not self._stop.wait(0.0 if self._rank == 0 else PULSE_SECONDS):
             try:
+                if self._rank == 0:  # it hears of orders at once
+                    ray.get(self._board.changed.remote(self._attempt, self.orders), timeout=ANSWER_SECONDS)
                 answer = ray.get(self._board.pulse.remote(self._attempt, self._rank, self.step), timeout=ANSWER_SECONDS)
             except (ray.exceptions.RayError, TimeoutError):
-                continue  # cut off, or the end: the loop's own errors tell
+                self._stop.wait(PULSE_SECONDS)  # cut off, or the end: the loop's own errors tell
+                continue
             if answer is None:
                 self.superseded = True
                 return

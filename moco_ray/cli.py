@@ -1,6 +1,6 @@
 """The command line. Not here: what the commands do.
 
-A user's mistake is one line on standard error and exit code 2; anything else keeps its traceback.
+A user's mistake is one line on standard error and exit code 2; interrupted is 130, stopped by SIGTERM 143; anything else keeps its traceback.
 """
 
 import argparse
@@ -14,7 +14,8 @@ from moco_ray.cli_backbone import backbone_commands
 from moco_ray.cli_evaluate import evaluate_command
 from moco_ray.cli_health import health_commands
 from moco_ray.cli_runs import runs_command, watch_command
-from moco_ray.errors import UserError
+from moco_ray.cli_submit import submit_command
+from moco_ray.errors import Stopped, UserError
 
 CPU_QUIET = {  # set before torch and Ray are imported: what they print is not for the user of this command
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -25,6 +26,7 @@ OWN_WORDS = {"RAY_DEDUP_LOGS_SKIP_REGEX": ".*"}  # what Ray prints of lost proce
 
 
 WORKERS = "Ray Train workers, at most one for each BatchNorm group; 2:16 for as many as the cluster has room for"
+PROFILE = "trace so many steps of worker 0 into tensorboard/profile/ of the run, and tell where their time goes (for example 20)"
 
 GOES_ON = {  # after Ctrl-C
     **dict.fromkeys(("pretrain", "resume"), "; `moco-ray resume RUN` goes on from the newest checkpoint"),
@@ -35,18 +37,14 @@ GOES_ON = {  # after Ctrl-C
 
 def main(words: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(words)
-    # argparse takes no positional words after an option: the overrides among them come back as `rest`.
-    wrong = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
-    if wrong:
-        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
-    if rest:
-        arguments.overrides += rest
+    arguments = _parsed(words)
     for name, value in (CPU_QUIET if arguments.debug else CPU_QUIET | OWN_WORDS).items():
         os.environ.setdefault(name, value)
     try:
         return arguments.run(arguments) or 0  # a command that judges returns the code of its judgement
+    except Stopped as stopped:
+        print(f"moco-ray: {stopped}", file=sys.stderr)
+        return 143
     except UserError as error:
         if arguments.debug:
             raise
@@ -55,6 +53,19 @@ def main(words: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"moco-ray: interrupted{arguments.goes_on}", file=sys.stderr)
         return 130
+
+
+def _parsed(words: list[str] | None) -> argparse.Namespace:
+    """The arguments of one command. Leaves with code 2 for words that it does not have."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(words)
+    # argparse takes no positional words after an option: the overrides among them come back as `rest`.
+    wrong = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
+    if wrong:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -82,11 +93,13 @@ def _parser() -> argparse.ArgumentParser:
         "--warm-start", metavar="RUN|CHECKPOINT|FILE", help="begin from this backbone (what `import` or `export --to safetensors` wrote, or a run's)"
     )
     pretrain.add_argument("--name", help="name of the run folder (the recipe's file name)")
+    pretrain.add_argument("--profile", type=int, metavar="STEPS", help=PROFILE)
 
     resume = command("resume", _resume, "go on from a run's newest checkpoint, with any number of workers")
     resume.add_argument("folder", metavar="RUN", help="run folder: storage/name")
     resume.add_argument("--workers", metavar="N|MIN:MAX", help=WORKERS + " (as before)")
     resume.add_argument("--data", metavar="URI", help="the same images at another place: data.uri")
+    resume.add_argument("--profile", type=int, metavar="STEPS", help=PROFILE)
     resume.add_argument(
         "overrides",
         nargs="*",
@@ -97,9 +110,11 @@ def _parser() -> argparse.ArgumentParser:
     plan = command("show-plan", _show_plan, "print what a recipe means: steps, groups, rates, memory, warnings")
     _recipe_arguments(plan)
     plan.add_argument("--rows", type=int, help="number of images, where no data set is given")
-    plan.add_argument("--workers", type=int, default=1, help="for the efficiency of this many workers (1)")
-
+    plan.add_argument("--workers", type=int, help="for the efficiency of this many workers (1)")
     plan.add_argument("--at-step", type=int, metavar="STEP", help="also tell what a resume at this step would open")
+    plan.add_argument("--gpus", metavar="MIN:MAX", help="instead: predicted speed, load, hours and money on so many GPUs, for example 8:1024")
+    plan.add_argument("--cluster", metavar="FILE", help="with --gpus: TOML of your cluster's facts, for example infra/cluster_facts.toml")
+    plan.add_argument("--fact", action="append", default=[], metavar="KEY=VALUE", help="with --gpus: one of them, for example gpu.images_per_second=1500")
 
     _data_commands(command)
 
@@ -117,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     health_commands(command)
     runs_command(command)
     watch_command(command)
+    submit_command(command, _parsed)
     return parser
 
 
@@ -166,7 +182,7 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 def _pretrain(arguments: argparse.Namespace) -> None:
     from moco_ray.run_folder import RunFolder
 
-    recipe = _read_recipe(arguments)
+    recipe, profile_steps = _read_recipe(arguments), _profile_steps(arguments)
     folder = RunFolder.at(arguments.storage, arguments.name or Path(arguments.recipe).stem)
     from moco_ray import launch  # takes seconds to import, so mistakes in the recipe are told before
     from moco_ray.plan import Workers
@@ -178,7 +194,7 @@ def _pretrain(arguments: argparse.Namespace) -> None:
         from moco_ray.backbone import read_backbone
 
         begin = launch.Begin(read_backbone(arguments.warm_start))
-    launch.pretrain(recipe, folder, workers, begin, arguments.debug)
+    launch.pretrain(recipe, folder, workers, begin, arguments.debug, profile_steps)
     _finished(folder)
 
 
@@ -186,6 +202,7 @@ def _resume(arguments: argparse.Namespace) -> None:
     from moco_ray.checkpoint import newest
     from moco_ray.run_folder import RunFolder
 
+    profile_steps = _profile_steps(arguments)
     folder = RunFolder.existing(arguments.folder)
     last = newest(folder.store)
     where = f"step {last.step}" if last else "step 0: no checkpoint was written before the run stopped"
@@ -194,8 +211,14 @@ def _resume(arguments: argparse.Namespace) -> None:
     from moco_ray.plan import Workers
 
     workers = Workers.of(arguments.workers) if arguments.workers else None
-    launch.resume(folder, workers, _overrides(arguments), arguments.debug)
+    launch.resume(folder, workers, _overrides(arguments), arguments.debug, profile_steps)
     _finished(folder)
+
+
+def _profile_steps(arguments: argparse.Namespace) -> int:
+    if arguments.profile is not None and arguments.profile < 1:
+        raise UserError(f"--profile {arguments.profile}: give the number of steps to trace, for example --profile 20")
+    return arguments.profile or 0
 
 
 def _finished(folder) -> None:
@@ -203,10 +226,21 @@ def _finished(folder) -> None:
 
 
 def _show_plan(arguments: argparse.Namespace) -> None:
-    from moco_ray.show_plan import describe
-
+    recipe, facts = _read_recipe(arguments), arguments.cluster or arguments.fact
     with _spread(arguments) as spread:
-        print(describe(_read_recipe(arguments), arguments.rows, arguments.workers, arguments.at_step, spread))
+        if arguments.gpus is None:
+            from moco_ray.show_plan import describe
+
+            if facts:
+                raise UserError("--cluster and --fact go with --gpus: give the range of GPUs, as --gpus 8:1024")
+            print(describe(recipe, arguments.rows, 1 if arguments.workers is None else arguments.workers, arguments.at_step, spread))
+            return
+        from moco_ray.cluster_facts import ClusterFacts
+        from moco_ray.show_scale import describe_scale
+
+        if arguments.workers is not None or arguments.at_step is not None:
+            raise UserError("--gpus predicts other numbers of workers: give it without --workers and --at-step")
+        print(describe_scale(recipe, arguments.rows, arguments.gpus, ClusterFacts.read(arguments.cluster, arguments.fact), spread))
 
 
 @contextlib.contextmanager

@@ -63,6 +63,7 @@ class Desk:
         self._seconds_a_step = 0.0
         self._without: set[str] = set()  # what failed of all that only looks at the run
         self._running, self._waiting_since, self._recounted = False, time.monotonic(), 0.0
+        self._stopping, self._trained = "", False  # why; whether all steps are done
         self._forgot = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="desk", daemon=True)
@@ -80,8 +81,17 @@ class Desk:
         with contextlib.suppress(UserError):
             self._hang(PICTURE_SECONDS)
 
+    def stop(self) -> bool:
+        """Have the workers write a last checkpoint and end: the run then raises Stopped. False if none are at work. From any thread."""
+        if not self._running or self._trained:
+            return False
+        self._stopping = "the run is asked to stop (SIGTERM)"
+        self._order({"stop": self._stopping})
+        return True
+
     def finish_evaluations(self) -> None:
         """Wait for those that are due still, each for its time at the most. Raises what stops the driver meanwhile."""
+        self._trained = True
         if not self._evaluations.idle:
             steps = ", ".join(map(str, self._evaluations.steps_waiting))
             self._progress.say(f"waiting for the evaluation of step {steps}; after Ctrl-C the same command makes up for it")
@@ -125,11 +135,14 @@ class Desk:
             self._record(message)
         elif kind == "begin":
             self._running, self._nodes, self._without_readers = True, message["node_ids"], None
+            if self._stopping:
+                self._order({"stop": self._stopping})
             events.begin(message)
             self._aside("environment", lambda: self._journal.begun(message["from_step"], message["code"], message["nodes"], message["hardware"]))
         elif kind == "failed":
             self._running, self._waiting_since = False, time.monotonic()
-            events.failed(message["causes"])
+            if not self._stopping:  # then it is how they end
+                events.failed(message["causes"])
         elif kind == "saved":
             interval = self._plan.recipe.run.checkpoint_every_steps
             self._recounted = min(self._recounted, time.monotonic())
@@ -142,6 +155,10 @@ class Desk:
             self._aside("pictures", lambda: self._gallery.hang(message))
         elif kind == "no_picture":
             self._happened("no_picture", message["step"], f"no pictures of step {message['step']}: {message['why']}")
+        elif kind == "profile":
+            self._happened("profile", message["step"], message["text"], seconds=message["seconds"])
+        elif kind == "no_profile":
+            self._happened("no_profile", message["step"], f"no profile: {message['why']}; training goes on without")
         elif kind == "not_saved":
             events.not_saved(message)
         elif kind == "skipped":
@@ -188,11 +205,11 @@ class Desk:
             self.events.pulses(ray.get(self._board.pulses.remote(), timeout=10), patience)
         leaving = {node: deadline for node, deadline in nodes_leaving().items() if node in self._nodes}
         if leaving:
-            self._board.order.remote({"leaving": leaving})
+            self._order({"leaving": leaving})
         joined = self.events.cluster(living())
         self._look_for_readers()
         if joined and self._running:  # Ray Train starts the workers anew as soon as it knows, and does not ask before
-            self._board.order.remote({"save": (f"node {joined[0]} joined", time.time())})
+            self._order({"save": (f"node {joined[0]} joined", time.time())})
             self._recounted = time.monotonic() + JOINED_SECONDS
         if not self._running and time.monotonic() - self._waiting_since > WAITING_SECONDS:
             self._waiting_since = time.monotonic()
@@ -219,6 +236,10 @@ class Desk:
             if gone and self._without_readers is False:
                 self._happened("readers_gone", self.events.reached, gone)
             self._without_readers = bool(gone)
+
+    def _order(self, orders: dict[str, Any]) -> None:
+        with contextlib.suppress(ray.exceptions.RayError):  # the trainer tells
+            self._board.order.remote(orders)
 
     def _hang(self, wait_seconds: float = 0.0) -> None:
         for pictures in self._aside("pictures", lambda: self._gallery.finished(wait_seconds)) or []:

@@ -6,8 +6,6 @@ Responsible for their text; they are complete, so nothing but Detectron2 and the
 
 from pathlib import Path
 
-from torchvision.models import resnet
-
 from moco_ray.backbone import Backbone
 from moco_ray.method.encoder import BACKBONES
 
@@ -44,7 +42,7 @@ _HOW = """\
 
 def settings(backbone: Backbone) -> str:
     """What any config of Detectron2 needs for this backbone, as YAML, for any ResNet that it knows."""
-    shallow = BACKBONES[backbone.name][0] is not resnet.Bottleneck
+    shallow = BACKBONES[backbone.name][0] != "Bottleneck"
     narrow = "    RES2_OUT_CHANNELS: 64\n" if shallow else ""
     own = (
         "# The published C4 configs lie beside this file; this one is for a config of your own.\n"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moco_ray.method.contrast import CHUNK_KEYS
+from moco_ray.method.contrast import LOWEST_PLAIN_TEMPERATURE, chunk_keys
 from moco_ray.method.queue import EMPTY, Queue
 from moco_ray.plan import Plan, groups_of_rank
 from moco_ray.ranks import Ranks
@@ -132,20 +132,24 @@ def against_queue(
     """Sums over the own rows of what they see in the queue, in chunks of it; k N,C are the own keys.
 
     The shares of the softmax's mass on the queued keys, by quarter of their age, and, if `slots` (K, rows of the data
-    set) is given, on older keys of the query's own image.
+    set) is given, on older keys of the query's own image. A pass of its own: the loss's cuts lie where memory wants them,
+    not between ages, and what is asked of the own image needs each weight.
     """
-    size = len(queue)
+    size, step = len(queue), chunk_keys(len(q), q.device)
+    greatest = q.new_ones(())  # similarity; its weight is 1
+    if temperature < LOWEST_PLAIN_TEMPERATURE:  # all weights could vanish beside that of a similarity of 1
+        greatest = torch.stack([(q @ keys.T).amax(1) for keys in queue.keys.split(step)]).amax(0)[:, None]
     lowest = tie((q * k).sum(1))[:, None]
     mass = q.new_zeros(len(q), len(AGES))
     own_mass, own_count = q.new_zeros(len(q)), q.new_zeros(len(q))
     beaten = torch.zeros(len(q), dtype=torch.bool, device=q.device)
     for quarter in range(len(AGES)):
         for part in slices_of_age(size, queue.position, quarter):
-            for start in range(part.start, part.stop, CHUNK_KEYS):
-                chunk = slice(start, min(start + CHUNK_KEYS, part.stop))
+            for start in range(part.start, part.stop, step):
+                chunk = slice(start, min(start + step, part.stop))
                 similarity = q @ queue.keys[chunk].T  # N,chunk
                 beaten |= (similarity >= lowest).any(1)
-                weights = similarity.sub_(1.0).div_(temperature).exp_()
+                weights = similarity.sub_(greatest).div_(temperature).exp_()
                 mass[:, quarter] += weights.sum(1)
                 if slots is not None:
                     same = (slots[chunk][None] == rows[:, None]) & (queue.steps[chunk] != EMPTY)[None]

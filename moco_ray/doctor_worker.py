@@ -14,7 +14,7 @@ import torch
 from moco_ray.data.shards import Manifest
 from moco_ray.data.stream import batches
 from moco_ray.learner import Learner
-from moco_ray.method.encoder import refuse_emulated_precision
+from moco_ray.method.encoder import refuse_emulated_precision, use_float32_of
 from moco_ray.plan import Plan
 from moco_ray.ranks import Ranks
 from moco_ray.session import Room
@@ -43,6 +43,7 @@ def doctor_worker(config: dict[str, Any]) -> None:
     ranks.expect_answers_within(PATIENCE_SECONDS)
     plan = job.plan
     refuse_emulated_precision(plan.recipe.encoder, device)
+    use_float32_of(plan.recipe.encoder)
     # By data tasks from the first step on, for it is also seen whether they run.
     rows = batches(job.manifest, plan.recipe, plan, ranks.world, ranks.rank, 0, room.data_place_beside(ranks), head_start=False)
     if device.type != "cpu":

@@ -13,5 +13,9 @@ class NonFinite(UserError):
     """A loss or gradient was not finite: nothing was changed at that step and the run stopped."""
 
 
+class Stopped(UserError):
+    """The run was asked to stop (SIGTERM) and has: no mistake. The command line leaves with code 143, as of that signal."""
+
+
 class StorageFailing(UserError):
     """The storage does not answer as it should, after all tries: later it may, without anybody doing anything."""

@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from safetensors.torch import save as bytes_of_tensors
 from torch import Tensor, nn
-from torchvision.models import resnet
 
 from moco_ray import detectron2_configs, layouts
 from moco_ray.backbone import SUFFIX, Backbone, Preprocessing, Trained, file_at, read_backbone, read_checkpoint
 from moco_ray.data.storage import Store
 from moco_ray.errors import UserError
-from moco_ray.method.encoder import BACKBONES
+from moco_ray.method.encoder import BACKBONES, EXPANSION
 
 Files = dict[str, bytes]  # by name below the target, in the order of writing; "" is the target itself
 OPSET = 18
@@ -98,9 +97,9 @@ def _transformers(backbone: Backbone) -> Files:
         "model_type": "resnet",
         "num_channels": 3,
         "embedding_size": 64,
-        "hidden_sizes": [64 * block.expansion * 2**stage for stage in range(4)],
+        "hidden_sizes": [64 * EXPANSION[block] * 2**stage for stage in range(4)],
         "depths": list(depths),
-        "layer_type": "bottleneck" if block is resnet.Bottleneck else "basic",
+        "layer_type": "bottleneck" if block == "Bottleneck" else "basic",
         "hidden_act": "relu",
         "downsample_in_first_stage": False,
         "downsample_in_bottleneck": False,
@@ -191,6 +190,11 @@ def _released(trained: Trained) -> Files:
 
     Differs in what it cannot hold: the step within the epoch and the ages of the keys are left out.
     """
+    if not trained.recipe.optimizer.as_released:
+        raise UserError(
+            "--to moco: the released code resumes SGD that decays all parameters alike, and this run has another optimizer "
+            f"(optimizer.name {trained.recipe.optimizer.name}); --to torchvision holds the backbone alone"
+        )
     state, tensors = trained.state, {}
     for ours, theirs in (("query_encoder", "encoder_q"), ("key_encoder", "encoder_k")):
         for name, tensor in state[ours].items():
@@ -271,25 +275,34 @@ def export(place: str, to: str, target: str | None = None) -> str:
         backbone, format_ = read_backbone(place), FORMATS[to]
     _refuse_unfit(backbone, to, format_)
     target = (target or _default_target(backbone, to, format_)).rstrip("/")
-    _refuse_taken(target, format_)
     files = format_.files(backbone) | format_.beside(backbone, target)
-    for name, content in files.items():
+    there = _already_there(target, format_, files)
+    for name, content in files.items() if not there else ():
         _write(target, name, content)
     step = f", step {backbone.origin['step']}" if "step" in backbone.origin else ""
     size = sum(map(len, files.values())) / 1e6
-    lines = [f"{target}: {to}, {backbone.name}{step}, {backbone.features} features, {size:.1f} MB"]
+    lines = [f"{target}: {'is there already, the same: ' if there else ''}{to}, {backbone.name}{step}, {backbone.features} features, {size:.1f} MB"]
     if backbone.stem != "imagenet":
         lines.append(f"its stem is {backbone.stem}: {_stem_words(backbone.stem)}")
     fetched = "" if "://" not in target or to == "safetensors" else "fetch it to a disk, then "
     return "\n".join([*lines, f"use it: {fetched}{format_.use.format(target=target, name=backbone.name)}"])
 
 
-def _refuse_taken(target: str, format_: Format) -> None:
+def _already_there(target: str, format_: Format, files: dict[str, bytes]) -> bool:
+    """Whether all of it is, to the last byte. Raises UserError if something else is."""
     folder, (store, name) = Store.at(target), file_at(target)
     if format_.files is _own and not name.endswith(SUFFIX):
         raise UserError(f"--output {target}: the name of the file ends with {SUFFIX}")
     if store.size(name) is not None or (format_.suffix and folder.is_local and Path(folder.uri).is_dir()) or (not format_.suffix and folder.list()):
+        if all(_held(target, one) == content for one, content in files.items()):
+            return True
         raise UserError(f"{target} is there already; remove it, or give another --output")
+    return False
+
+
+def _held(target: str, name: str) -> bytes | None:
+    store, name = (Store.at(target), name) if name else file_at(target)
+    return store.read(name) if store.size(name) is not None else None
 
 
 def _refuse_unfit(backbone: Backbone, to: str, format_: Format) -> None:

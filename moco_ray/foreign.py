@@ -19,7 +19,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as tensors_of_bytes
 from torch import Tensor
-from torchvision.models import resnet
 
 from moco_ray.backbone import SUFFIX, Backbone, Preprocessing, file_at, own_header
 from moco_ray.data.storage import one_line
@@ -199,13 +198,13 @@ def _parted(tensors: Mapping[str, Tensor], layout: Layout) -> tuple[dict[str, Te
 
 def _architecture(theirs: Mapping[str, Tensor], place: str) -> str:
     """By the kind of its blocks and their numbers. Raises UserError for a network that is none of ours."""
-    block = resnet.Bottleneck if any(".conv3." in key for key in theirs) else resnet.BasicBlock
+    block = "Bottleneck" if any(".conv3." in key for key in theirs) else "BasicBlock"
     places = [match.groups() for key in theirs if (match := re.match(r"layer([1-4])\.(\d+)\.", key))]
     depths = tuple(1 + max((int(number) for stage, number in places if int(stage) == n), default=-1) for n in (1, 2, 3, 4))
     for name, (kind, numbers) in BACKBONES.items():
-        if kind is block and numbers == depths:
+        if kind == block and numbers == depths:
             return name
-    raise UserError(f"{place} holds a ResNet of {block.__name__} blocks {depths}; this release has {', '.join(BACKBONES)}")
+    raise UserError(f"{place} holds a ResNet of {block} blocks {depths}; this release has {', '.join(BACKBONES)}")
 
 
 def _stem(found: Recognised, asked: str | None, place: str) -> str:

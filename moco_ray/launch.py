@@ -41,6 +41,7 @@ from moco_ray.restarts import FAILURES, Guard, one_line
 from moco_ray.run_folder import RunFolder
 from moco_ray.session import Outlook, Room, lazily_spread, ray_session
 from moco_ray.standing import Standing
+from moco_ray.stopping import same_interrupt, stoppable
 from moco_ray.train_worker import train_worker
 from moco_ray.warm_start import begun_from, keep
 from moco_ray.worker import Job, about
@@ -61,10 +62,10 @@ class Begin(NamedTuple):
     released: str = ""  # a whole checkpoint of the released MoCo, to be carried on
 
 
-def pretrain(recipe: Recipe, folder: RunFolder, workers: Workers, begin: Begin, debug: bool = False) -> None:
+def pretrain(recipe: Recipe, folder: RunFolder, workers: Workers, begin: Begin, debug: bool = False, profile_steps: int = 0) -> None:
     """Carry a run to its end: a new one, or this very one from its newest checkpoint, if it was cut off.
 
-    Raises UserError for all that a user can cure.
+    With `profile_steps` a trace of so many steps is written. Raises UserError for all that a user can cure.
     """
     recipe = begun_from(recipe.at_absolute_paths(), begin.backbone)
     with lazily_spread(workers.most, debug) as spread:
@@ -89,10 +90,10 @@ def pretrain(recipe: Recipe, folder: RunFolder, workers: Workers, begin: Begin, 
             if state:
                 facts = about(recipe, surveyed.manifest, surveyed.plan)
                 checkpoint.save(folder.store, state["step"], 0, checkpoint.pack(state, facts), facts, recipe.run.keep_checkpoints)
-            _carry(surveyed, folder, workers, lease, debug)
+            _carry(surveyed, folder, workers, lease, debug, profile_steps)
 
 
-def resume(folder: RunFolder, workers: Workers | None, overrides: list[str], debug: bool = False) -> None:
+def resume(folder: RunFolder, workers: Workers | None, overrides: list[str], debug: bool = False, profile_steps: int = 0) -> None:
     """Carry a run on from its newest checkpoint, with any number of workers from one to its BN groups.
 
     None: as many as carried it last.
@@ -113,7 +114,7 @@ def resume(folder: RunFolder, workers: Workers | None, overrides: list[str], deb
             raise UserError(f"{folder.place} is finished: all {surveyed.plan.total_steps} steps are done")
         with Lease.acquire(folder.store, _say) as lease:
             folder.update(recipe, surveyed.manifest)
-            _carry(surveyed, folder, workers, lease, debug)
+            _carry(surveyed, folder, workers, lease, debug, profile_steps)
 
 
 class Surveyed(NamedTuple):
@@ -146,7 +147,7 @@ def _finished(folder: RunFolder, surveyed: Surveyed) -> bool:
     return last.step >= surveyed.plan.total_steps
 
 
-def _carry(surveyed: Surveyed, folder: RunFolder, workers: Workers, lease: Lease, debug: bool) -> None:
+def _carry(surveyed: Surveyed, folder: RunFolder, workers: Workers, lease: Lease, debug: bool, profile_steps: int) -> None:
     plan, run = surveyed.plan, folder.store
     last = checkpoint.newest(run)
     start = last.step if last else 0
@@ -158,7 +159,8 @@ def _carry(surveyed: Surveyed, folder: RunFolder, workers: Workers, lease: Lease
         if request := folder.last_request():
             forget(request)
         driver = living().get(ray.get_runtime_context().get_node_id(), "")
-        board = start_board(max(attempts.numbers(run), default=0) + 1)
+        first_attempt = max(attempts.numbers(run), default=0) + 1
+        board = start_board(first_attempt)
         journal = Journal(run, plan, start, lease.confirm)
         progress = Progress(plan, start)
         evaluations = Evaluations(run, plan, surveyed.sets, room.helpers, journal.evaluated)
@@ -166,10 +168,11 @@ def _carry(surveyed: Surveyed, folder: RunFolder, workers: Workers, lease: Lease
         gallery = Gallery(surveyed.manifest, plan, min((attempt.from_step for attempt in attempts.all_of(run)), default=start))
         gauges = Gauges(run.uri.rstrip("/").rpartition("/")[2], plan)
         try:
-            with Desk(board, journal, progress, plan, lease, evaluations, Outlook(room, workers), gallery, gauges) as desk:
+            outlook = Outlook(room, workers)
+            with Desk(board, journal, progress, plan, lease, evaluations, outlook, gallery, gauges) as desk, stoppable(desk.stop):
                 if start < plan.total_steps:
                     sets = None if evaluations.beside else surveyed.sets
-                    _fit(Job(run.uri, str(workers), board, driver, sets), folder, workers, room, debug)
+                    _fit(Job(run.uri, str(workers), board, driver, sets, profile_steps, first_attempt), folder, workers, room, debug)
                 if not _finished(folder, surveyed):
                     raise UserError(f"the workers ended before the last step; `moco-ray resume {folder.place}` goes on")
                 desk.finish_evaluations()
@@ -197,7 +200,8 @@ def _fit(job: Job, folder: RunFolder, workers: Workers, room: Room, debug: bool)
             trainer = _trainer(job, notes, workers, room, debug)
             folder.remember_request(trainer.train_run_context.run_id)
             try:
-                trainer.fit()
+                with same_interrupt():
+                    trainer.fit()
             except (ray.train.TrainingFailedError, ray.exceptions.RayActorError) as failure:  # the second: its controller died
                 error = failure
             except SystemExit as exit_:  # Ray Train's answer to Ctrl-C, once its workers are gone

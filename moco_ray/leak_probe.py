@@ -12,11 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from moco_ray.ahead import VIEWS
 from moco_ray.data.batch import Batch
 from moco_ray.method.batchnorm import forget_statistics
-from moco_ray.plan import Plan
+from moco_ray.plan import Plan, rows_of
 from moco_ray.ranks import Ranks
-from moco_ray.train import VIEWS, encode_keys, rows_of
+from moco_ray.train import encode_keys
 
 NOISE_FACTOR = 10  # a key has moved if it is so many times farther off than the same images encoded twice
 LEAST_DISTANCE = 1e-6  # of unit keys; an altered image moves its neighbours' by 1e-3 and more

@@ -15,6 +15,7 @@ from moco_ray.errors import UserError
 from moco_ray.method.batchnorm import average_statistics
 from moco_ray.method.encoder import build_encoder, working_dtype
 from moco_ray.method.momentum import key_encoder_of
+from moco_ray.method.optimizers import build_optimizer
 from moco_ray.method.queue import Queue
 from moco_ray.plan import groups_of_rank
 from moco_ray.ranks import Ranks
@@ -41,16 +42,13 @@ class Learner:
         layout = torch.channels_last if recipe.run.memory_format == "channels_last" else torch.contiguous_format
         seed = recipe.run.seed
         f_q = build_encoder(recipe.encoder, recipe.batch.bn_group_size, seed).to(device, memory_format=layout)
-        optimizer = torch.optim.SGD(
-            f_q.parameters(),
-            lr=recipe.optimizer.learning_rate,
-            momentum=recipe.optimizer.sgd_momentum,
-            weight_decay=recipe.optimizer.weight_decay,
-            fused=True,  # the one that can skip a step by a flag on the device, see `found_inf` in train.py
-        )
         size, dim = recipe.contrast.queue_keys, recipe.encoder.feature_dim
         queue = Queue(size, dim, seed + 1, device, working_dtype(recipe.encoder))
-        return cls(f_q, key_encoder_of(f_q), optimizer, queue)
+        learner = cls(f_q, key_encoder_of(f_q), build_optimizer(f_q, recipe.optimizer), queue)
+        if recipe.encoder.compile:
+            for encoder in (learner.f_q, learner.f_k):
+                encoder.compile(dynamic=False)  # in place: the names of the state stay; whole batches only, so shapes are few
+        return learner
 
     def average_statistics(self, ranks: Ranks, groups: int) -> None:
         """Make the BatchNorm running statistics of both encoders those of the whole run, on every rank."""
@@ -91,8 +89,9 @@ class Learner:
         for parameter, held in self.optimizer.state.items():
             # In the parameter's own memory layout: the fused step pairs elements by their place in memory, so a
             # run resumed with another memory_format would mix them up.
-            if held.get("momentum_buffer") is not None:
-                held["momentum_buffer"] = torch.empty_like(parameter).copy_(held["momentum_buffer"])
+            for name, value in held.items():
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    held[name] = torch.empty_like(parameter).copy_(value)
         self.queue.load_state_dict(state["queue"])
         self.step = int(state["step"])
         self.bad_epoch, self.bad_rows = int(state["bad_epoch"]), int(state["bad_rows"])

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from moco_ray.checkpoint import Saved
 from moco_ray.ranks import Ranks
 
-LOOK_SECONDS = 2.0  # between two looks, about: they cost some milliseconds, and a notice may come half a minute ahead
+LOOK_SECONDS = 1.0  # between two looks, about: they cost some milliseconds, and a job that is stopped has 3 s
 LAST_SAVE_SECONDS = 8.0  # before a machine goes, at least, the last save begins
 
 
@@ -28,6 +28,7 @@ class Advice(NamedTuple):
     save: str = ""  # why a checkpoint is to be written now, though none is due; "" for no
     halt_until: float = 0.0  # UNIX time: after that save no step is worth beginning, for it would be lost
     saved: Saved | None = None  # a checkpoint that has become whole
+    stop: bool = False  # after that save the run ends
 
 
 class News(NamedTuple):
@@ -36,6 +37,7 @@ class News(NamedTuple):
     notice: Callable[[], Notice | None]
     order: Callable[[], tuple[str, float] | None]  # to save: why, and when it was given
     saved: Callable[[], Saved | None]  # the newest checkpoint that became whole since it was last asked
+    stop: Callable[[], str] = lambda: ""  # why the run is to end; "" for it is not
 
 
 class Lookout:
@@ -67,7 +69,9 @@ class Lookout:
         return advice
 
     def _decide(self, notice: Notice | None) -> Advice:
-        order = self._news.order()
+        order, stop = self._news.order(), self._news.stop()
+        if stop:
+            return Advice(stop, stop=True)
         if notice and notice.deadline and not self._halted and time.time() > notice.deadline - LAST_SAVE_SECONDS:
             self._halted = True
             return Advice(_told(notice) + ", and this is the last moment", notice.deadline)

@@ -18,8 +18,7 @@ from moco_ray.data.batch import Batch
 from moco_ray.plan import Plan
 from moco_ray.ranks import Ranks
 
-SLOW_WAITING_SHARE = 0.3  # of their time that the other ranks spend waiting for one
-BUSY_WAITING_SHARE = 0.1  # and at most so much of its own does the slow one
+SLOW_WAITING_SHARE = 0.3  # of the time that the other ranks spend waiting longer than one
 
 
 class Slow(NamedTuple):
@@ -90,12 +89,12 @@ def hardware(device: torch.device) -> str:
 
 
 def slow_rank(shares: list[list[float]]) -> Slow | None:
-    """The rank that waits for nobody while all others wait for it: [input wait, wait for other ranks] of each rank."""
+    """The rank for which all others wait: [input wait, wait for other ranks] of each rank. What transfers take, all wait alike."""
     if len(shares) < 2:
         return None
     waits = [waited for _, waited in shares]
     least = min(range(len(waits)), key=waits.__getitem__)
     others = [waited for rank, waited in enumerate(waits) if rank != least]
-    if waits[least] > BUSY_WAITING_SHARE or min(others) < SLOW_WAITING_SHARE:
+    if min(others) - waits[least] < SLOW_WAITING_SHARE:
         return None
     return Slow(least, sum(others) / len(others), shares[least][0])

@@ -20,6 +20,18 @@ def groups_of_rank(groups: int, world: int, rank: int) -> range:
     return range(start, start + base + (rank < extra))
 
 
+def rows_of(plan: "Plan", world: int, rank: int) -> range:
+    """Rows of the batch that a rank owns."""
+    groups, n = groups_of_rank(plan.groups, world, rank), plan.recipe.batch.bn_group_size
+    return range(groups.start * n, groups.stop * n)
+
+
+def passes(plan: "Plan", rows: int) -> list[slice]:
+    """A rank's rows cut into forward passes of whole BN groups."""
+    size = (plan.recipe.run.groups_per_forward or plan.groups) * plan.recipe.batch.bn_group_size
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
 class Workers(NamedTuple):
     """How many Ray Train workers may carry a run."""
 
@@ -133,7 +145,7 @@ class Plan:
             "queue_turn_epochs": recipe.contrast.queue_keys / self.keys_per_step / self.steps_per_epoch,
             "queue_bytes": recipe.contrast.queue_keys
             * (recipe.encoder.feature_dim * (8 if recipe.encoder.precision == "float64" else 4) + 8),
-            "published_learning_rate": 0.03 * recipe.batch.global_batch_size / 256,
+            **({"published_learning_rate": 0.03 * recipe.batch.global_batch_size / 256} if recipe.optimizer.name == "sgd" else {}),
         }
 
     def object_store_bytes(self, world: int, tasks_in_flight: int) -> int:
@@ -147,9 +159,9 @@ class Plan:
         return (16 * tasks_in_flight + 8) * rows * 6 * self.recipe.augment.image_pixels**2
 
     def checkpoint_bytes(self, encoder_parameters: int) -> int:
-        """Size of a checkpoint: both encoders and the SGD momentum, and the queue."""
-        width = 8 if self.recipe.encoder.precision == "float64" else 4
-        return 3 * encoder_parameters * width + int(self.facts()["queue_bytes"])
+        """Size of a checkpoint: both encoders, one moment of the gradient or AdamW's two, and the queue."""
+        width, copies = 8 if self.recipe.encoder.precision == "float64" else 4, 4 if self.recipe.optimizer.name == "adamw" else 3
+        return copies * encoder_parameters * width + int(self.facts()["queue_bytes"])
 
     def warnings(self) -> list[str]:
         """What a user should know before the run, one line each."""
@@ -184,6 +196,11 @@ class Plan:
             said["key_momentum"] = (
                 f"contrast.key_momentum {recipe.contrast.key_momentum} lets queued keys go stale: the loss may look good while "
                 "the features stay poor; 0.999 is the published value, 0.99 suits small data sets"
+            )
+        if recipe.optimizer.name == "lars" and recipe.optimizer.decay_norm_and_bias:
+            said["optimizer"] = (
+                "optimizer.name lars scales each tensor's rate by its own norm, which for biases is 0 at first; published set-ups leave norms "
+                "and biases out: optimizer.decay_norm_and_bias=false"
             )
         if self.dropped_rows:
             said["dropped_rows"] = f"{self.dropped_rows} rows are left out of each epoch (rows mod global batch), others every epoch"

@@ -31,14 +31,15 @@ class Encoder(Section):
     stem: Literal["imagenet", "small_stride1", "small_stride2"] = "imagenet"
     head: Literal["linear", "mlp"] = "mlp"
     feature_dim: int = Field(128, ge=2)
-    precision: Literal["float32", "bfloat16", "float64"] = "float32"
+    precision: Literal["float32", "tf32", "bfloat16", "float64"] = "float32"
+    compile: bool = False  # torch.compile of both encoders: minutes at each start, for faster steps on a GPU
     warm_start: str = ""  # fingerprint of the weights that `pretrain --warm-start` began from; "": drawn from the seed
 
 
 class Contrast(Section):
     """The dictionary look-up: q against its own k and the queue."""
 
-    temperature: float = Field(0.2, ge=0.03)  # below, exp(-2/T) may vanish for all keys in float32
+    temperature: float = Field(0.2, gt=0.0)
     queue_keys: int = Field(65536, ge=1)
     key_momentum: float = Field(0.999, ge=0.0, le=1.0)
     symmetric: bool = False
@@ -79,11 +80,27 @@ class Batch(Section):
 
 
 class Optimizer(Section):
-    """SGD on the query encoder, on every parameter alike, as released (BatchNorm and biases decay too)."""
+    """What moves the query encoder. As released: SGD, on every parameter alike (BatchNorm and biases decay too)."""
 
+    name: Literal["sgd", "lars", "adamw"] = "sgd"
     learning_rate: float = Field(0.03, gt=0.0)  # what the optimizer gets; nothing scales it
-    sgd_momentum: float = Field(0.9, ge=0.0, lt=1.0)
+    sgd_momentum: float = Field(0.9, ge=0.0, lt=1.0)  # of sgd and lars
     weight_decay: float = Field(1e-4, ge=0.0)
+    gradient_reduction: Literal["exact", "bfloat16"] = "exact"  # how gradients travel between workers: bfloat16 is half the bytes, rounded
+    decay_norm_and_bias: bool = True  # false: neither decays, and lars does not scale their rate
+
+    @property
+    def as_released(self) -> bool:
+        """Whether it has the state of the released code's, and the rates published for that mean something."""
+        return self.name == "sgd" and self.decay_norm_and_bias
+
+    @model_validator(mode="after")
+    def _momentum_is_read(self):
+        if self.name == "adamw" and self.sgd_momentum != Optimizer.model_fields["sgd_momentum"].default:
+            raise ValueError(
+                f"optimizer.sgd_momentum {self.sgd_momentum} is of sgd and lars, and optimizer.name is adamw (betas 0.9 and 0.999); leave it out"
+            )
+        return self
 
 
 class Schedule(Section):
@@ -230,7 +247,7 @@ class Recipe(Section):
         except tomllib.TOMLDecodeError as error:
             raise UserError(f"{source} is not valid TOML: {error}") from error
         for override in overrides:
-            _apply(values, override)
+            apply_override(values, override)
         return cls.parse(values, source=source)
 
     @classmethod
@@ -238,7 +255,7 @@ class Recipe(Section):
         """The defaults (MoCo v2) with `section.key=value` overrides. Raises UserError."""
         values: dict[str, Any] = {}
         for override in overrides:
-            _apply(values, override)
+            apply_override(values, override)
         return cls.parse(values, source="the command line")
 
     @classmethod
@@ -247,7 +264,7 @@ class Recipe(Section):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise UserError(f"{source}: {_explain(error)}") from error
+            raise UserError(f"{source}: {explain(error, field_names() + list(cls.model_fields))}") from error
 
     def at_absolute_paths(self) -> "Recipe":
         """The same recipe with its local folders as absolute paths: workers run in another folder."""
@@ -273,14 +290,15 @@ class Recipe(Section):
         """SHA-256 of the values that decide what is computed, as 16 hex digits.
 
         Left out: the data's address (the manifest's fingerprint stands for the data), how many bad rows are
-        put up with, the evaluation, and in `run` all but the seed. So an interrupted run may be resumed with
-        other intervals, another `groups_per_forward` or from a copy of its data, and with nothing else changed.
+        put up with, the evaluation, whether encoders are compiled, and in `run` all but the seed. So an interrupted run may be
+        resumed with other intervals, another `groups_per_forward` or from a copy of its data, and with nothing else changed.
         """
         values = self.model_dump(mode="json")
         for section, key in _FREE:
             del values[section][key]
-        if not values["encoder"]["warm_start"]:  # as it was before there were any
-            del values["encoder"]["warm_start"]
+        for (section, key), before in _ADDED.items():
+            if values[section][key] == before:
+                del values[section][key]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
     def differences(self, other: "Recipe") -> list[str]:
@@ -294,7 +312,14 @@ class Recipe(Section):
         ]
 
 
+_ADDED = {  # by later releases, with what was computed before: there the fingerprint stays as it was
+    ("encoder", "warm_start"): "",
+    ("optimizer", "name"): "sgd",
+    ("optimizer", "gradient_reduction"): "exact",
+    ("optimizer", "decay_norm_and_bias"): True,
+}
 _FREE = [  # what a resumed run may change
+    ("encoder", "compile"),  # the same numbers, but for the order of sums
     ("data", "uri"),
     ("data", "max_bad_rows_fraction"),
     *(("evaluation", key) for key in Evaluation.model_fields),
@@ -307,12 +332,13 @@ def field_names() -> list[str]:
     return [f"{s}.{k}" for s, f in Recipe.model_fields.items() for k in f.annotation.model_fields]
 
 
-def _apply(values: dict[str, Any], override: str) -> None:
+def apply_override(values: dict[str, Any], override: str, example: str = "optimizer.learning_rate=0.06") -> None:
+    """Put `section.key=value` into a nested dictionary. Raises UserError, with the example, for what is none."""
     name, equals, text = override.partition("=")
     section, dot, key = name.strip().partition(".")
     if not equals or not dot:
         raise UserError(
-            f"override {override!r} is not of the form section.key=value, for example optimizer.learning_rate=0.06"
+            f"override {override!r} is not of the form section.key=value, for example {example}"
         )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
@@ -324,11 +350,11 @@ def _apply(values: dict[str, Any], override: str) -> None:
     table[key] = value
 
 
-def _explain(error: ValidationError) -> str:
+def explain(error: ValidationError, known: list[str]) -> str:
+    """The first mistake and its cure; of the `known` keys the nearest is named."""
     first = error.errors()[0]
     name = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        known = field_names() + list(Recipe.model_fields)
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
         return f"unknown key {name!r}; the nearest known one is {near!r}"
     if first["type"] == "missing":

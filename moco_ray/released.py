@@ -36,6 +36,8 @@ def released_state(place: str, plan: Plan) -> dict[str, Any]:
             f"{place} is of epoch {held['epoch']}, step {step} of this data set; the recipe's run has {plan.total_steps} steps. Give it "
             "a longer schedule"
         )
+    if not plan.recipe.optimizer.as_released:
+        raise UserError(f"{place} holds the state of SGD over all parameters alike; give optimizer.name=sgd optimizer.decay_norm_and_bias=true")
     learner = Learner.new(plan.recipe)
     state, tensors = learner.state_dict(), held["state_dict"]
     _refuse_other_queue(place, tensors["module.queue"], learner.queue)

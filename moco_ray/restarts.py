@@ -88,7 +88,8 @@ def user_error(error: BaseException | None) -> UserError | None:
 
 def one_line(error: BaseException) -> str:
     """What happened, without Ray's advice and tracebacks."""
-    text = (str(user_error(error) or error).strip() or repr(error)).splitlines()
+    text = str(user_error(error) or error).partition("\n\nAt:\n")[0]  # behind it are Python's frames, from a callback in C++
+    text = (text.strip() or repr(error)).splitlines()
     inner = getattr(error, "health_check_failure", error)  # of Ray Train's poll
     if isinstance(inner, ray.exceptions.RayActorError):
         return DIED

@@ -4,13 +4,10 @@ Responsible for names and for the facts written once (recipe, plan, manifest, co
 checkpoints' content (checkpoint.py), for metrics (monitor.py), nor for who carries the run (lease.py).
 """
 
-import importlib.metadata
 import json
 import platform
-import subprocess
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -21,6 +18,7 @@ from moco_ray.data.storage import Store
 from moco_ray.errors import UserError
 from moco_ray.plan import Plan, Workers
 from moco_ray.recipe import Recipe
+from moco_ray.source import git_state, versions
 
 RECIPE, PLAN, MANIFEST, FACTS, REQUEST = "recipe.toml", "plan.json", "manifest.parquet", "run.json", "ray-request"
 UNBEGUN = (RECIPE, PLAN, MANIFEST, "warm-start.safetensors", "lease.json", "lock")  # what may lie in a folder whose run was cut off before it began
@@ -129,20 +127,12 @@ class RunFolder:
 
 def code_version() -> dict[str, Any]:
     """Date, release, git commit and dirty flag ("" outside a checkout), and the versions that compute."""
-    here = Path(__file__).parent
-
-    def git(*words: str) -> str:
-        try:
-            answer = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.TimeoutExpired):
-            return ""
-        return answer.stdout.strip() if answer.returncode == 0 else ""
-
+    commit, dirty = git_state()
     packages = ("moco_ray", "torch", "torchvision", "torchcodec", "ray", "pyarrow", "numpy")
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "git_commit": git("rev-parse", "HEAD"),
-        "git_dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "git_commit": commit,
+        "git_dirty": dirty,
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "versions": versions(packages),
     }

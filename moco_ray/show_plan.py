@@ -42,7 +42,7 @@ def describe(
         ("batch", f"{batch.global_batch_size} rows in {plan.groups} BatchNorm groups of {batch.bn_group_size}"),
         ("workers", f"{workers} of at most {plan.groups}; efficiency {plan.efficiency(workers):.0%}"),
         ("learning rate", ", ".join(f"step {s}: {learning_rate(plan, s):.3g}" for s in _points(plan))),
-        ("", f"linear scaling of the published 0.03 at batch 256 would say {facts['published_learning_rate']:.3g}"),
+        ("", _published(facts, recipe)),
         ("queue", f"{recipe.contrast.queue_keys:,} keys, {_bytes(facts['queue_bytes'])}, {_turn(facts)}"),
         (
             "chance loss",
@@ -102,6 +102,12 @@ def _resume_table(manifest: Manifest | None, plan: Plan, workers: int, step: int
         names = ", ".join(found.files[:NAMES_SHOWN])
         lines.append((f"at step {step}", f"rank {rank} opens {found.chunks} pieces, {_bytes(found.bytes)}, of {names}{more}"))
     return lines
+
+
+def _published(facts: dict, recipe: Recipe) -> str:
+    if "published_learning_rate" not in facts:
+        return f"of {recipe.optimizer.name}, for which MoCo v1 and v2 have no published one"
+    return f"of sgd; linear scaling of the published 0.03 at batch 256 would say {facts['published_learning_rate']:.3g}"
 
 
 def _points(plan: Plan) -> list[int]:

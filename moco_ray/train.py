@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from moco_ray.data.augment import colour_stage
+from moco_ray.ahead import Ahead, Slots, View, begin_exchange
 from moco_ray.data.batch import BadRow, Batch
 from moco_ray.dictionary import Dictionary, Duplicates, Sample
 from moco_ray.errors import NonFinite, UserError
@@ -24,11 +24,11 @@ from moco_ray.method.encoder import autocast, working_dtype
 from moco_ray.method.momentum import follow
 from moco_ray.method.queue import Queue
 from moco_ray.method.schedule import learning_rate
-from moco_ray.method.shuffle import permutation, route, shuffle, unshuffle
-from moco_ray.plan import Plan, groups_of_rank
-from moco_ray.ranks import Ranks
+from moco_ray.method.shuffle import unshuffle
+from moco_ray.parts import Parts
+from moco_ray.plan import Plan, passes, rows_of
+from moco_ray.ranks import Ranks, UnderWay
 
-VIEWS = ((0, 1), (1, 0))  # (query view, key view) of each direction; the symmetric form uses both
 MEANS = ("loss", "top1", "top5", "positive_similarity", "negative_similarity", "gradient_norm")
 
 
@@ -41,6 +41,7 @@ class Outputs(NamedTuple):
     completed: Callable[[int], bool] = lambda step: False  # after each step: whether to save though none is due
     rows_of_slots: Callable[[Queue], Tensor] | None = None  # K int64: the row of the data set that each queued key is of, or -1
     picture: Callable[[Step], None] = lambda step: None  # of every `run.images_every_steps`th step, to be looked at
+    parts: Parts | None = None  # told what the step is doing
 
 
 class Settled(NamedTuple):
@@ -54,16 +55,19 @@ class Settled(NamedTuple):
     queue_place: tuple[int, int]
 
 
-def train(learner: Learner, batches: Iterator[Batch], plan: Plan, ranks: Ranks, outputs: Outputs) -> None:
+def train(learner: Learner, batches: Iterator[Batch], plan: Plan, ranks: Ranks, outputs: Outputs, overlap: bool = True) -> None:
     """Train from `learner.step` to the plan's last step. `batches` gives this rank's rows of each step.
+
+    `overlap` is for tests and benches: without it nothing is under way while a rank computes, and the numbers are the same to the bit.
 
     Raises NonFinite on all ranks, with the learner as it was before the step, when a loss or gradient is not
     finite, and UserError when too many images of an epoch could not be read.
     """
     recipe = plan.recipe
-    directions = range(2 if recipe.contrast.symmetric else 1)
-    f_q = ranks.wrap(learner.f_q)
+    parts = outputs.parts or Parts(ranks.device)
+    f_q = ranks.wrap(learner.f_q, recipe.optimizer.gradient_reduction == "bfloat16")
     warm_up(f_q, plan, ranks)
+    ahead = Ahead(batches, plan, ranks, parts, overlap)
     healthy = torch.ones((), dtype=torch.bool, device=ranks.device)
     sums, bad, settled = 0.0, [], []  # since the last record
     dictionary, duplicates = Dictionary(plan, ranks, outputs.rows_of_slots), Duplicates()
@@ -72,50 +76,59 @@ def train(learner: Learner, batches: Iterator[Batch], plan: Plan, ranks: Ranks, 
     if outputs.evaluate and learner.step and due(learner.step, plan)[1]:  # the checkpoint came first: its evaluation may have been cut off
         evaluate(learner, plan, outputs)
     while learner.step < plan.total_steps:
-        step, batch = learner.step, next(batches)
+        step, (batch, queries, slots) = learner.step, ahead.take(learner.step)
         bad += [(batch.epoch, row) for row in batch.bad]
         seen += hashed(batch)
         set_learning_rate(learner.optimizer, learning_rate(plan, step))
 
-        shuffled: list[tuple[Tensor, Batch]] | None = [] if dictionary.samples(step) else None
-        keys = [encode_keys(learner.f_k, batch, plan, ranks, (step, d), shuffled) for d in directions]  # B,C each, in row order
-        if shuffled:
-            dictionary.keep(sample_of(learner.f_k, keys[0], shuffled[0], plan, step))
-        losses, scores, q = backward(f_q, batch, keys, learner.queue.keys, plan, ranks)
-        if dictionary.due(step):
-            dictionary.measure(step, q, keys[0], batch.rows, learner.f_q, learner.f_k, learner.queue)
-        norm = torch.nn.utils.get_total_norm([p.grad for p in learner.f_q.parameters()])
-        scores = torch.cat([ranks.sum(scores) / (plan.keys_per_step), norm[None]])  # MEANS
+        coming = [begin_keys(learner.f_k, one, plan, ranks, parts) for one in slots]  # gathered while queries are encoded
+        if not overlap:
+            coming = [UnderWay.over(each.wait()) for each in coming]
+        losses, scores, q, keys = backward(f_q, queries, coming, learner.queue.keys, plan, ranks, parts)  # keys: B,C each, in row order
+        with parts("metrics"):
+            if dictionary.samples(step):
+                dictionary.keep(sample_of(learner.f_k, keys[0], slots[0], plan, step))
+            if dictionary.due(step):
+                dictionary.measure(step, q, keys[0], batch.rows, learner.f_q, learner.f_k, learner.queue)
+            norm = torch.nn.utils.get_total_norm([p.grad for p in learner.f_q.parameters()])
+            scores = torch.cat([ranks.sum(scores) / (plan.keys_per_step), norm[None]])  # MEANS
 
         # Once a step was not finite nothing changes any more, on the device and without waiting for it.
         healthy = healthy & torch.isfinite(scores[0]) & torch.isfinite(norm)
         place = (learner.queue.position, learner.queue.filled)
-        learner.optimizer.found_inf = (~healthy).float()  # SGD(fused) leaves weights and momentum alone at 1
-        learner.optimizer.grad_scale = None
-        learner.optimizer.step()
-        learner.optimizer.zero_grad(set_to_none=True)
-        follow(learner.f_k, learner.f_q, recipe.contrast.key_momentum, healthy)
-        if dictionary.due(step):
-            dictionary.moved(learner.f_k)
-        if recipe.run.images_every_steps and step % recipe.run.images_every_steps == 0:
-            outputs.picture(Step(batch, q, keys[0], rows_of(plan, ranks.world, ranks.rank), learner.queue))
-        learner.queue.enqueue(torch.cat(keys), step, healthy)
-        commit_statistics(learner.f_q, healthy)
-        commit_statistics(learner.f_k, healthy)
+        with parts("optimizer"):
+            learner.optimizer.found_inf = (~healthy).float()  # SGD(fused) leaves weights and momentum alone at 1
+            learner.optimizer.grad_scale = None
+            learner.optimizer.step()
+            learner.optimizer.zero_grad(set_to_none=True)
+        with parts("momentum"):
+            follow(learner.f_k, learner.f_q, recipe.contrast.key_momentum, healthy)
+        with parts("metrics"):
+            if dictionary.due(step):
+                dictionary.moved(learner.f_k)
+            if recipe.run.images_every_steps and step % recipe.run.images_every_steps == 0:
+                outputs.picture(Step(batch, q, keys[0], rows_of(plan, ranks.world, ranks.rank), learner.queue))
+        with parts("enqueue"):
+            learner.queue.enqueue(torch.cat(keys), step, healthy)
+        with parts("momentum"):  # of the running statistics
+            commit_statistics(learner.f_q, healthy)
+            commit_statistics(learner.f_k, healthy)
 
         learner.step += 1
-        dictionary.leave(learner.step)
-        sums = sums + scores
+        with parts("metrics"):
+            dictionary.leave(learner.step)
+            sums = sums + scores
         settled.append(Settled(step, batch.epoch, healthy, losses, batch.positions, place))
         saving, evaluating = due(learner.step, plan)
         saving = outputs.completed(learner.step) or saving
         if learner.step % recipe.run.log_every_steps == 0 or saving:  # only now does the host look
-            refuse_non_finite(learner, settled, ranks)
-            means = dict(zip(MEANS, (sums / len(settled)).tolist(), strict=True)) | dictionary.take()
-            everyone = sum(ranks.gather_objects(seen), [])
-            if ranks.is_first and everyone:
-                means["duplicate_share"] = duplicates.share(everyone)
-            report(learner, means, bad, plan, ranks, outputs)
+            with parts("metrics"):
+                refuse_non_finite(learner, settled, ranks)
+                means = dict(zip(MEANS, (sums / len(settled)).tolist(), strict=True)) | dictionary.take()
+                everyone = sum(ranks.gather_objects(seen), [])
+                if ranks.is_first and everyone:
+                    means["duplicate_share"] = duplicates.share(everyone)
+                report(learner, means, bad, plan, ranks, outputs)
             sums, bad, settled, seen = 0.0, [], [], []
         if saving:
             learner.average_statistics(ranks, plan.groups)
@@ -130,76 +143,75 @@ def evaluate(learner: Learner, plan: Plan, outputs: Outputs) -> None:
     outputs.record({**scalars, **outputs.evaluate(learner)}, [])
 
 
-@torch.no_grad()
-def encode_keys(
-    f_k: nn.Module, batch: Batch, plan: Plan, ranks: Ranks, draw: tuple[int, int], shuffled: list[tuple[Tensor, Batch]] | None = None
-) -> Tensor:
-    """Keys of the whole batch in row order, B,C unit rows, from a shuffled batch; draw = (step, direction).
+def encode_keys(f_k: nn.Module, batch: Batch, plan: Plan, ranks: Ranks, draw: tuple[int, int]) -> Tensor:
+    """Keys of the whole batch in row order, B,C unit rows, from a shuffled batch; draw = (step, direction). Collective."""
+    return begin_keys(f_k, begin_exchange(batch, plan, ranks, draw).wait(), plan, ranks, Parts(ranks.device)).wait()
 
-    Appends to `shuffled` the crops N,H,W,3 that this rank encoded, in slot order, and a batch with their positions.
-    """
-    (step, direction), settings = draw, plan.recipe.batch
-    perm = permutation(
-        plan.recipe.run.seed,
-        step,
-        plan.groups,
-        settings.bn_group_size,
-        domain=settings.shuffle_domain_groups,
-        direction=direction,
-    )
-    rows_of_ranks = [rows_of(plan, ranks.world, rank) for rank in range(ranks.world)]
-    way = route(perm, rows_of_ranks, ranks.rank)
-    view = VIEWS[direction][1]
-    crops = shuffle(batch.crops[:, view], way, ranks)  # N,H,W,3 uint8, of other rows now
-    first = int(batch.positions[0]) - rows_of_ranks[ranks.rank].start  # position of the batch's row 0
-    mixed = batch._replace(positions=first + way.rows)
-    if shuffled is not None:
-        shuffled.append((crops, mixed))
-    keys = [encode(f_k, crops[rows], mixed, (rows, view), plan) for rows in passes(plan, len(crops))]
-    return unshuffle(ranks.gather(torch.cat(keys), [len(rows) for rows in rows_of_ranks]), perm)
+
+@torch.no_grad()
+def begin_keys(f_k: nn.Module, slots: Slots, plan: Plan, ranks: Ranks, parts: Parts) -> UnderWay[Tensor]:
+    """Encode the own slots' crops; under way are the keys of the whole batch in row order, B,C unit rows."""
+    keys = []
+    for rows in passes(plan, len(slots.view.crops)):
+        with parts("augment"):
+            x = slots.view.inputs(rows, plan)
+        with parts("key forward"):
+            keys.append(encode(f_k, x, plan))
+    counts = [len(rows_of(plan, ranks.world, rank)) for rank in range(ranks.world)]
+    with parts("exchange"):
+        return ranks.begin_gather(torch.cat(keys), counts).then(lambda all_slots: unshuffle(all_slots, slots.perm))
 
 
 def backward(
-    f_q: nn.Module, batch: Batch, keys: list[Tensor], queue: Tensor, plan: Plan, ranks: Ranks
-) -> tuple[Tensor, Tensor, Tensor]:
+    f_q: nn.Module, queries: list[View], coming: list[UnderWay[Tensor]], queue: Tensor, plan: Plan, ranks: Ranks, parts: Parts
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Gradients of the mean loss over B rows (summed over directions), averaged over ranks in the last pass.
 
-    `keys` holds B,C of each direction, which see the same queue. Returns the loss of each own row and
-    direction, the sums over them of all MEANS but the last, and the queries N,C of the first direction.
+    `coming` brings the keys B,C of each direction, which see the same queue. Returns the loss of each own row and direction,
+    the sums over them of all MEANS but the last, the queries N,C of the first direction, and the keys.
     """
     own = rows_of(plan, ranks.world, ranks.rank)
-    work = [(d, rows) for d in range(len(keys)) for rows in passes(plan, len(batch.crops))]
-    losses, scores, queries = [], 0.0, []
+    keys: list[Tensor] = []
+    work = [(d, rows) for d in range(len(coming)) for rows in passes(plan, len(own))]
+    losses, scores, found = [], 0.0, []
     for direction, rows in work:
-        view = VIEWS[direction][0]
-        with Ranks.reduce_gradients(f_q, now=(direction, rows) == work[-1]):
-            q = encode(f_q, batch.crops[rows, view], batch, (rows, view), plan)  # rows,C
-            contrast = info_nce(q, keys[direction][own.start :][rows], queue, plan.recipe.contrast.temperature)
-            # The reduction is a mean over ranks; together they make the mean over the batch's B rows.
-            (contrast.loss.sum() * (ranks.world / plan.recipe.batch.global_batch_size)).backward()
-        loss = contrast.loss.detach()
-        right = [(contrast.rank < top).to(loss.dtype) for top in (1, 5)]
-        columns = [loss, *right, contrast.positive_similarity, contrast.negative_similarity]
-        losses.append(loss)
+        with parts("augment"):
+            x = queries[direction].inputs(rows, plan)
+        is_last = (direction, rows) == work[-1]
+        with Ranks.reduce_gradients(f_q, now=is_last):
+            with parts("query forward"):
+                q = encode(f_q, x, plan)  # rows,C
+            if direction == len(keys):  # the first pass of it
+                with parts("exchange"):
+                    keys.append(coming[direction].wait())
+            with parts("loss"):
+                contrast = info_nce(q, keys[direction][own.start :][rows], queue, plan.recipe.contrast.temperature)
+                # The reduction is a mean over ranks; together they make the mean over the batch's B rows.
+                loss = contrast.loss.sum() * (ranks.world / plan.recipe.batch.global_batch_size)
+            with parts("backward"):
+                ranks.backward(loss, lambda: parts.turn("all-reduce")) if is_last else loss.backward()
+        with parts("metrics"):
+            each = contrast.loss.detach()
+            right = [(contrast.rank < top).to(each.dtype) for top in (1, 5)]
+            columns = [each, *right, contrast.positive_similarity, contrast.negative_similarity]
+            losses.append(each)
+            scores = scores + torch.stack([column.sum() for column in columns])
         if direction == 0:
-            queries.append(q.detach())
-        scores = scores + torch.stack([column.sum() for column in columns])
-    return torch.cat(losses), scores, torch.cat(queries)
+            found.append(q.detach())
+    return torch.cat(losses), scores, torch.cat(found), keys
 
 
-def sample_of(f_k: nn.Module, keys: Tensor, shuffled: tuple[Tensor, Batch], plan: Plan, step: int) -> Sample:
+def sample_of(f_k: nn.Module, keys: Tensor, slots: Slots, plan: Plan, step: int) -> Sample:
     """The first key group of a step, on the rank that encoded it, to be encoded once more when its keys leave the queue."""
-    n, run = plan.recipe.batch.bn_group_size, plan.recipe.run
-    crops, batch = shuffled
-    perm = permutation(run.seed, step, plan.groups, n, domain=plan.recipe.batch.shuffle_domain_groups)[:n]
-    kept = batch._replace(crops=crops[:n].clone(), positions=batch.positions[:n].clone())
+    n, view = plan.recipe.batch.bn_group_size, slots.view
+    kept = View(view.crops[:n].clone(), view.positions[:n].clone(), view.epoch, view.view)
 
     def again() -> Tensor:
-        features = encode(f_k, kept.crops, kept, (slice(0, n), VIEWS[0][1]), plan)
+        features = encode(f_k, kept.inputs(slice(0, n), plan), plan)
         forget_statistics(f_k)  # not a pass of the run
         return features
 
-    return Sample(step, again, keys[perm.to(keys.device)])
+    return Sample(step, again, keys[slots.perm[:n].to(keys.device)])
 
 
 def hashed(batch: Batch) -> list[tuple[int, int]]:
@@ -210,29 +222,11 @@ def hashed(batch: Batch) -> list[tuple[int, int]]:
     return list(zip(batch.content[chosen].tolist(), batch.rows[chosen].tolist(), strict=True))
 
 
-def encode(f: nn.Module, crops: Tensor, batch: Batch, part: tuple[slice, int], plan: Plan) -> Tensor:
-    """uint8 crops n,H,W,3 -> unit features n,C; part = (rows of the batch that they are, view)."""
-    (rows, view), recipe = part, plan.recipe
-    dtype = working_dtype(recipe.encoder)
-    positions = batch.positions[rows].cpu().numpy()
-    x = colour_stage(crops, positions, view, recipe.run.seed, batch.epoch, recipe.augment, dtype)
-    if recipe.run.memory_format == "contiguous":
-        x = x.contiguous()
-    with autocast(recipe.encoder, crops.device):
+def encode(f: nn.Module, x: Tensor, plan: Plan) -> Tensor:
+    """Augmented images n,3,H,W -> unit features n,C."""
+    with autocast(plan.recipe.encoder, x.device):
         features = f(x)
-    return normalize(features.to(dtype))
-
-
-def rows_of(plan: Plan, world: int, rank: int) -> range:
-    """Rows of the batch that a rank owns."""
-    groups, n = groups_of_rank(plan.groups, world, rank), plan.recipe.batch.bn_group_size
-    return range(groups.start * n, groups.stop * n)
-
-
-def passes(plan: Plan, rows: int) -> list[slice]:
-    """A rank's rows cut into forward passes of whole BN groups."""
-    size = (plan.recipe.run.groups_per_forward or plan.groups) * plan.recipe.batch.bn_group_size
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+    return normalize(features.to(working_dtype(plan.recipe.encoder)))
 
 
 def due(step: int, plan: Plan) -> tuple[bool, bool]:

@@ -73,7 +73,8 @@ def trial(learner: Learner, batches: Iterator[Batch], plan: Plan, ranks: Ranks) 
     assert held.batch is not None and len(held.ends) == STEPS
     equal = ranks.same_on_all(learner.queue.fingerprint())
     leak = probe_leak(learner.f_k, held.batch, plan, ranks, STEPS - 1)
-    seconds = held.ends[1] - held.ends[0] - held.waits[1]
+    waited = held.waits[1] if held.asked[1] > held.ends[0] else 0.0  # where the batch was not begun in the step before
+    seconds = held.ends[1] - held.ends[0] - waited
     everyone = ranks.gather_objects((seconds, held.waits[0], _memory(ranks)))
     first = entries[0]
     return Trial(
@@ -95,14 +96,15 @@ class _Held:
     def __init__(self, batches: Iterator[Batch]):
         self._batches = batches
         self.batch: Batch | None = None
-        self.waits: list[float] = []  # seconds for each batch
+        self.asked: list[float] = []  # when each batch was asked for
+        self.waits: list[float] = []  # seconds for it
         self.ends: list[float] = []  # when each step was over
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
-            began = time.perf_counter()
+            self.asked.append(time.perf_counter())
             self.batch = next(self._batches)
-            self.waits.append(time.perf_counter() - began)
+            self.waits.append(time.perf_counter() - self.asked[-1])
             yield self.batch
 
     def completed(self, step: int) -> bool:

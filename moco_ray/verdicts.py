@@ -134,7 +134,7 @@ def judge(entries: list[dict[str, Any]], plan: Plan) -> list[Verdict]:
     return watch.verdicts
 
 
-RATE_CURE = "Start a new run with a lower optimizer.learning_rate (0.03 at batch 256 is the published one) or a longer schedule.warmup_steps"
+RATE_CURE = "Start a new run with a lower optimizer.learning_rate (of sgd, 0.03 at batch 256 is the published one) or a longer schedule.warmup_steps"
 
 
 def _queues_differ(watch: Watch) -> Finding | None:
@@ -207,7 +207,7 @@ def _collapse(watch: Watch) -> Finding | None:
     seen = f"all keys of a step are nearly one: spread {watch.mean('key_spread', watch.full):.3f} of 1, and a query is no nearer to its own key than to others"
     if _shrunk(watch):
         shrunk = watch.looks[-1]["weight_norm"] / watch.first_weight_norm
-        return Finding(f"{seen}; the weights' norm fell to {shrunk:.0%}", "The encoder's weights decay faster than they learn", "Start a new run with a lower optimizer.weight_decay (1e-4 is the published one)")
+        return Finding(f"{seen}; the weights' norm fell to {shrunk:.0%}", "The encoder's weights decay faster than they learn", "Start a new run with a lower optimizer.weight_decay (1e-4 is the published one, of sgd)")
     return Finding(seen, "The encoder gives one answer for every image", "Start a new run with a lower rate; look at the two views in TensorBoard, and at augment.*")
 
 

@@ -5,7 +5,7 @@ for what a step does (train.py) nor for starting and restarting workers.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,25 +16,29 @@ from moco_ray import attempts, checkpoint
 from moco_ray.attempts import Attempt
 from moco_ray.board import FLUSH_SECONDS, Wire, new_attempt
 from moco_ray.data import order
+from moco_ray.data.batch import Batch
+from moco_ray.data.begun import Begun
 from moco_ray.data.segment import Source
 from moco_ray.data.shards import Manifest
 from moco_ray.data.storage import one_line
 from moco_ray.data.stream import batches
 from moco_ray.data.whereabouts import rows_of_slots
-from moco_ray.errors import StorageFailing, UserError
+from moco_ray.errors import Stopped, StorageFailing, UserError
 from moco_ray.evaluate.features import LabelledSet, watch_knn
 from moco_ray.exhibit import Step, exhibit
 from moco_ray.learner import Learner
 from moco_ray.lookout import Advice, Lookout, News, Notice
 from moco_ray.meter import Meter
-from moco_ray.method.encoder import refuse_emulated_precision
+from moco_ray.method.encoder import refuse_emulated_precision, use_float32_of
 from moco_ray.method.queue import Queue
+from moco_ray.parts import Parts
 from moco_ray.placement import DataPlace, seating
 from moco_ray.plan import Plan
 from moco_ray.ranks import Ranks
 from moco_ray.recipe import Recipe
 from moco_ray.run_folder import RunFolder, code_version
 from moco_ray.saver import OUTAGE_SECONDS, Saver
+from moco_ray.step_profile import StepProfile, is_written, name_of
 from moco_ray.train import Outputs, due, train
 
 FIRST_STEPS_SECONDS = 1800.0  # that ranks wait for each other until the second step is done
@@ -51,6 +55,8 @@ class Job:
     board: Any  # see board.py
     driver: str  # name of the driver's node
     sets: tuple[LabelledSet, LabelledSet] | None  # bank and queries of evaluations in the loop; None: there are none
+    profile_steps: int = 0  # of which a trace is asked for; 0: none
+    first_attempt: int = 0  # of this driver: the trace is wanted once, not after each restart
 
 
 class Node(NamedTuple):
@@ -98,19 +104,24 @@ class _Rank:
 
     def __init__(self, job: Job, place: Place, ranks: Ranks, wire: Wire, attempt: int):
         self._folder, self._place, self._ranks, self._wire, self._attempt = _shared(job.run, place), place, ranks, wire, attempt
-        self._recipe, self._manifest, self._sets = self._folder.recipe(), self._folder.manifest(), job.sets
-        self._asked, self._driver = job.asked, job.driver
+        self._recipe, self._manifest, self._job = self._folder.recipe(), self._folder.manifest(), job
         refuse_emulated_precision(self._recipe.encoder, place.device)
+        use_float32_of(self._recipe.encoder)
         self._plan = Plan(self._recipe, self._manifest.rows)
         self._plan.refuse_world(ranks.world)
         self._about = about(self._recipe, self._manifest, self._plan)
         self._order = Source(self._manifest, self._recipe, self._plan).order
+        self._nodes = ranks.gather_objects(place.node)
+        self._data = partial(place.data_place, [node.id for node in self._nodes])
+        fresh = checkpoint.newest(self._folder.store) is None
+        self._rows = self._read_from(0) if fresh else None  # while the model is built
         self._learner = Learner.new(self._recipe, place.device)
 
     def train(self) -> None:
         """From the newest checkpoint to the last step. Collective."""
         learner, ranks, recipe = self._learner, self._ranks, self._recipe
         saved, skipped = restore(learner, self._folder, self._about, ranks)
+        rows: Iterator[Batch] = self._rows if self._rows and saved is None else self._read_from(learner.step)
         if recipe.encoder.warm_start and saved is None:
             from moco_ray.warm_start import warm_start  # a second of imports that a restart need not wait for
 
@@ -118,28 +129,46 @@ class _Rank:
         self._own_order: tuple[str, float] | None = None
         self._wire.step = learner.step
         self._began_at = began_at(self._folder, learner.step, ranks)
-        self._nodes = ranks.gather_objects(self._place.node)
-        data = partial(self._place.data_place, [node.id for node in self._nodes])
-        self._register(saved, skipped, data())
+        self._register(saved, skipped, self._data())
         self._meter = Meter(self._plan, ranks, learner.step)
         self._saver = Saver(self._write, self._wire.tell)
-        news = News(self._notice, lambda: self._own_order or self._wire.orders.get("save"), self._saver.take_newest)
+        wire = self._wire
+        news = News(self._notice, lambda: self._own_order or wire.orders.get("save"), self._saver.take_newest, lambda: wire.orders.get("stop", ""))
         self._lookout = Lookout(ranks, news, recipe.run.checkpoint_every_minutes, learner.step)
         self._began, self._first_step, self._advice, self._patience_seconds = 0.0, learner.step, Advice(), FIRST_STEPS_SECONDS
-        rows = batches(self._manifest, recipe, self._plan, ranks.world, ranks.rank, learner.step, data)
-        if self._place.device.type != "cpu":
-            rows = (batch._replace(crops=batch.crops.to(self._place.device)) for batch in rows)
+        self._parts = Parts(self._place.device)
+        self._profile = self._asked_profile()
         ranks.expect_answers_within(FIRST_STEPS_SECONDS)
         try:
-            evaluate = self._evaluate if self._sets else None
-            outputs = Outputs(self._record, self._save, evaluate, self._completed, self._rows_of_slots, self._picture)
+            evaluate = self._evaluate if self._job.sets else None
+            outputs = Outputs(self._record, self._save, evaluate, self._completed, self._rows_of_slots, self._picture, self._parts)
             train(learner, self._meter.timed(rows), self._plan, ranks, outputs)
         finally:
             self._saver.close()
+            if self._profile:
+                self._profile.close()
+
+    def _read_from(self, step: int) -> Iterator[Batch]:
+        """This rank's batches from that step on; reading begins now."""
+        ranks = self._ranks
+        return Begun(batches(self._manifest, self._recipe, self._plan, ranks.world, ranks.rank, step, self._data))
+
+    def _asked_profile(self) -> StepProfile | None:
+        """On rank 0, where one is asked for and this driver's workers have not written it before a restart."""
+        run, steps = self._folder.store, self._job.profile_steps
+        if not steps or not self._ranks.is_first or is_written(run, self._job.first_attempt):
+            return None
+
+        def written(first: int, trace: bytes) -> str:
+            name = name_of(self._attempt, first)
+            run.write(name, trace)
+            return run.place(name)
+
+        return StepProfile(steps, self._parts, self._learner.step, self._plan.total_steps, written, self._wire.tell)
 
     def _register(self, saved: checkpoint.Saved | None, skipped: list[str], data: DataPlace) -> None:
         """Say who carries the run from here on, and where. Collective: no rank trains before it is in the storage."""
-        nodes, driver = self._nodes, self._driver
+        nodes, driver = self._nodes, self._job.driver
         names, failure, code = [node.name for node in nodes], None, code_version() if self._ranks.is_first else {}
         if self._ranks.is_first:
             self._wire.refuse_superseded()
@@ -147,7 +176,7 @@ class _Rank:
             try:
                 attempts.register(
                     self._folder.store,
-                    Attempt(self._attempt, self._learner.step, self._ranks.world, self._asked, name, names, code, data.words, driver),
+                    Attempt(self._attempt, self._learner.step, self._ranks.world, self._job.asked, name, names, code, data.words, driver),
                 )
             except UserError as error:
                 failure = error
@@ -180,7 +209,7 @@ class _Rank:
 
     def _save(self, learner: Learner) -> None:
         advice, self._advice, self._own_order = self._advice, Advice(), None
-        wait, must = learner.step >= self._plan.total_steps or bool(advice.halt_until), bool(advice.save)
+        wait, must = learner.step >= self._plan.total_steps or bool(advice.halt_until) or advice.stop, bool(advice.save)
         must = must or due(learner.step, self._plan)[1]  # it is to be evaluated
         with self._meter.paused():
             refuse_different_queues(learner, self._ranks)
@@ -194,6 +223,8 @@ class _Rank:
                 self._ranks.expect_answers_within(self._patience_seconds)
             if advice.halt_until:
                 self._halt(advice.halt_until)
+        if advice.stop and learner.step < self._plan.total_steps:
+            raise Stopped(f"stopped at step {learner.step}, whose checkpoint is safe; the same command goes on from there")
 
     def _write(self, step: int, state: dict[str, Any]) -> checkpoint.Saved:
         """In the saver's thread: the record of all steps so far first, so that a checkpoint never runs ahead of it."""
@@ -205,12 +236,15 @@ class _Rank:
 
     def _evaluate(self, learner: Learner) -> dict[str, float]:
         with self._meter.paused():
-            return watch_knn(learner.f_q, self._sets, self._recipe, self._ranks)
+            return watch_knn(learner.f_q, self._job.sets, self._recipe, self._ranks)
 
     def _completed(self, step: int) -> bool:
         """After each step. True if a checkpoint is to be written though none is due."""
         self._wire.step = step
         self._wire.refuse_superseded()
+        if self._profile:
+            with self._meter.paused():
+                self._profile.completed(step)
         if step == self._first_step + 1:
             self._began = time.monotonic()
         if step == self._first_step + 2:  # the first one waited for images: it says nothing of a step

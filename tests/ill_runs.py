@@ -63,7 +63,7 @@ class Case(NamedTuple):
 
 
 def no_shuffle():
-    return mock.patch("moco_ray.train.permutation", lambda seed, step, groups, n, **_: torch.arange(groups * n))
+    return mock.patch("moco_ray.ahead.permutation", lambda seed, step, groups, n, **_: torch.arange(groups * n))
 
 
 CASES = {

@@ -133,7 +133,7 @@ def test_the_numpy_reading_notices_a_wrong_loop(wrong):
     expected = losses_in_numpy(small_learner())
     broken = {
         "follow": mock.patch("moco_ray.train.follow", lambda k, q, m, healthy: None),
-        "shuffle": mock.patch("moco_ray.train.permutation", lambda *a, **k: torch.arange(32)),
+        "shuffle": mock.patch("moco_ray.ahead.permutation", lambda *a, **k: torch.arange(32)),
         "enqueue": mock.patch("moco_ray.method.queue.Queue.enqueue", lambda self, keys, step, healthy: None),
     }[wrong]
     with broken:

@@ -557,13 +557,13 @@ def test_an_attempt_whose_checkpoint_was_pruned_by_a_cut_off_worker_saves_at_onc
     wire = SimpleNamespace(refuse_superseded=lambda: None, tell=lambda **message: told.append(message), orders={})
     for pruned in (False, True):
         rank = object.__new__(worker._Rank)
-        rank._ranks, rank._nodes, rank._folder = Ranks(), [worker.Node("1", "a")], SimpleNamespace(store=store)
-        rank._wire, rank._asked, rank._learner, rank._own_order = wire, "1", SimpleNamespace(step=10), None
-        rank._attempt, rank._driver = 2 + pruned, "head"
+        rank._ranks, rank._place, rank._folder = Ranks(), SimpleNamespace(node=worker.Node("1", "a")), SimpleNamespace(store=store)
+        rank._wire, rank._job, rank._learner, rank._own_order = wire, SimpleNamespace(asked="1", driver="a"), SimpleNamespace(step=10), None
+        rank._attempt, rank._nodes = 2 + pruned, [rank._place.node]
         begun_from = checkpoint.save(store, 10, 1 + pruned, b"content", ABOUT, keep=9)
         if pruned:
             for part in ("json", "pt"):
                 store.delete(f"{begun_from.name}.{part}")
-        rank._register(begun_from, [], DataPlace(2))
+        rank._register(begun_from, [], DataPlace(1.0))
         assert told[-1]["kind"] == "begin" and told[-1]["from_step"] == 10
         assert bool(rank._own_order) == pruned

@@ -65,7 +65,7 @@ PRETRAIN = ("pretrain", "small.toml", "--data", "images")
     [
         ((*PRETRAIN, "optimizer.learningrate=1"), "unknown key 'optimizer.learningrate'; the nearest known one is 'optimizer.learning_rate'"),
         ((*PRETRAIN, "encoder.backbone=resnet51"), "the nearest is 'resnet50'"),
-        ((*PRETRAIN, "contrast.temperature=0"), "contrast.temperature = 0: input should be greater than or equal to 0.03"),
+        ((*PRETRAIN, "contrast.temperature=0"), "contrast.temperature = 0: input should be greater than 0"),
         ((*PRETRAIN, "schedule.epochs=2"), "give exactly one of the two"),
         ((*PRETRAIN, "batch.bn_group_size=8"), "one BatchNorm group over the whole batch leaks"),
         ((*PRETRAIN, "batch.bn_group_size=3"), "choose a group size that divides it"),
@@ -89,6 +89,7 @@ PRETRAIN = ("pretrain", "small.toml", "--data", "images")
         ((*PRETRAIN, "evaluation.bank_uri=images", "evaluation.query_uri=images"), "evaluation.neighbours 200 is more than the 12 rows"),
         ((*PRETRAIN, *SETS, "evaluation.neighbours=3", "evaluation.resize_pixels=8"), "resize_pixels 8 is smaller than the crop"),
         ((*PRETRAIN, "evaluation.bank_uri=flat", "evaluation.query_uri=flat"), "lies in no class folder"),
+        ((*PRETRAIN, "--profile", "0"), "give the number of steps to trace"),
         (("resume", "images"), "is no run folder"),
         (("evaluate", "images"), "is no run folder"),
         (("show-plan", "small.toml", "--rows", "7"), "7 rows, fewer than"),

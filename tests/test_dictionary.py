@@ -8,12 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from moco_ray.data.segment import content_of
-from moco_ray.dictionary import AGES, Dictionary, Duplicates
+from moco_ray.data.prototypes import drawn_prototypes
+from moco_ray.data.segment import Segment, Source, content_of, segment_steps
+from moco_ray.data.survey import build_manifest
+from moco_ray.dictionary import AGES, Dictionary, Duplicates, against_queue
 from moco_ray.errors import NonFinite
 from moco_ray.method.queue import Queue
 from moco_ray.method.shuffle import permutation
+from moco_ray.plan import Plan
 from moco_ray.ranks import Ranks
+from moco_ray.recipe import Recipe
 from moco_ray.train import encode_keys, train
 from moco_ray.verdicts import judge
 from tests import synthetic
@@ -227,3 +231,28 @@ def test_copies_are_counted_by_their_bytes():
     assert duplicates.share([(content, row) for row, content in rows]) == share  # another epoch brings nothing new
     sampled = [content_of(image, 4) for image in copies]  # all copies of an image, or none
     assert 50 < sum(content > 0 for content in sampled) < 160 and sampled[400:] == sampled[:20]
+
+
+def test_bytes_are_hashed_in_every_tenth_epoch_and_an_image_has_one_hash(tmp_path):
+    drawn_prototypes(tmp_path, rows=64, test_rows=20)
+    recipe = Recipe.parse({"schedule": {"epochs": 30}, "augment": {"image_pixels": 8}, "batch": {"global_batch_size": 32, "bn_group_size": 8}})
+    manifest = build_manifest(str(tmp_path / "train"), "image")
+    source = Source(manifest, recipe, Plan(recipe, manifest.rows))
+    hashes = []
+    for epoch in (0, 1, 9, 10):
+        steps = list(segment_steps(source, range(4), Segment(epoch, 0, 2)))
+        row, content = (np.concatenate([step[name] for step in steps]) for name in ("row", "content"))
+        hashes.append(dict(zip(row.tolist(), content.tolist(), strict=True)))
+    assert len(set(hashes[0].values())) == 64 and 0 not in hashes[0].values()
+    assert hashes[3] == hashes[0] and not any(hashes[1].values()) and not any(hashes[2].values())
+
+
+@pytest.mark.parametrize("temperature", [0.005, 0.0299])
+def test_the_softmaxs_mass_does_not_vanish_at_low_temperatures(temperature):
+    draw = np.random.default_rng(0)
+    q, k = (torch.from_numpy(unit(draw, B, 32)).float() for _ in range(2))
+    queue, rows = Queue(4000, 32, 0), torch.arange(B)
+    sums = against_queue(q, k, queue, temperature, torch.arange(4000), rows)
+    weights = torch.softmax(q.double() @ queue.keys.double().T / temperature, 1)  # B,K; slot 0 is the oldest
+    for name, part in zip(AGES, reversed(weights.split(1000, 1)), strict=True):
+        assert sums[name].item() == pytest.approx(part.sum().item(), rel=1e-3)

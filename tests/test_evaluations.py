@@ -99,6 +99,7 @@ def test_a_checkpoint_is_judged_as_the_loop_judges_it_and_nothing_of_it_changes(
     assert identical(before, run.learner.state_dict())  # queue, key encoder, optimizer and step too
     described = []
     monkeypatch.setattr("moco_ray.beside.describe_sets", lambda *words: described.extend(found := describe_sets(*words)) or found)
+    monkeypatch.setattr("moco_ray.beside.let_others_go_first", lambda: None)  # here this process is not a task of its own
     beside = evaluate_checkpoint(run.store.uri, name, run.sets, CPU, baseline=True)
     untrained = Learner.new(run.recipe)
     assert beside["knn_untrained"] == watch_knn(untrained.f_q, run.sets, run.recipe, Ranks())["knn_top1"] != beside["knn_top1"]

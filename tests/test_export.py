@@ -426,9 +426,12 @@ def test_a_backbone_is_read_and_written_in_object_storage(no_aws, rclone, monkey
     one, again = read_backbone(f"s3://{bucket}/runs/one"), read_backbone(f"s3://{bucket}/out/one.safetensors")
     assert one.preprocessing == again.preprocessing and one.tensors.keys() == again.tensors.keys()
     assert all(torch.equal(value, again.tensors[key]) for key, value in one.tensors.items())
-    for to, name in (("transformers", "hf"), ("safetensors", "one.safetensors")):
-        with pytest.raises(UserError, match="is there already"):
+    for to, name, file in (("transformers", "hf", "hf/config.json"), ("safetensors", "one.safetensors", "one.safetensors")):
+        assert "is there already, the same" in export(f"s3://{bucket}/runs/one", to, f"s3://{bucket}/out/{name}")  # a job that is run again
+        Store.at(f"s3://{bucket}/out").write(file, b"somebody else's")
+        with pytest.raises(UserError, match="is there already; remove it"):
             export(f"s3://{bucket}/runs/one", to, f"s3://{bucket}/out/{name}")
+        assert Store.at(f"s3://{bucket}/out").read(file) == b"somebody else's"
 
 
 def told(capsys, *words: str) -> str:
@@ -470,7 +473,8 @@ def test_what_cannot_be_exported_is_told_in_one_line_before_anything_is_written(
     assert "`moco-ray import theirs.safetensors`" in told(capsys, "export", "theirs.safetensors", "--to", "onnx")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["cut.safetensors", "runs", "small.safetensors", "ten.safetensors", "theirs.safetensors"]
     assert main(["export", run.uri, "--to", "torchvision"]) == 0  # the name tells run, step and format
-    assert (tmp_path / "one-step25-torchvision.pth").exists()
+    assert main(["export", run.uri, "--to", "torchvision"]) == 0  # the same again
+    (tmp_path / "one-step25-torchvision.pth").write_bytes(b"somebody else's")
     assert "is there already" in told(capsys, "export", run.uri, "--to", "torchvision")
     text = run.read("recipe.toml").decode().replace("temperature = 0.2", "temperature = 0.3")
     run.write("recipe.toml", text.encode())

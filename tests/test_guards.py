@@ -14,28 +14,28 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Imports point down: a module may import modules of lower layers, and its own package.
 LAYERS = [
-    ["errors", "layouts", "interface", "words"],
+    ["errors", "layouts", "interface", "words", "source"],
     ["recipe"],
-    ["plan", "ranks", "placement", "data.batch"],
-    ["method", "data"],
-    ["learner", "attempts", "standing", "exhibit", "dictionary", "verdicts"],
+    ["plan", "ranks", "placement", "data.batch", "parts", "cluster_facts"],
+    ["method", "data", "traffic"],
+    ["learner", "attempts", "standing", "exhibit", "dictionary", "verdicts", "ahead", "scaling"],
     ["train", "checkpoint", "lease", "meter", "evaluate"],
-    ["lookout", "saver", "leak_probe"],
+    ["lookout", "saver", "leak_probe", "step_profile"],
     ["trial", "tensorboard_page", "pictures", "health", "gauges"],
     ["checks", "grafana"],
     ["monitor", "run_folder", "show_plan", "session", "cluster"],
-    ["board", "backbone", "record"],
+    ["board", "backbone", "record", "submit", "show_scale"],
     ["detectron2_configs", "detection", "runs", "frame"],
     ["export", "foreign", "beside", "warm_start", "compare", "tidy", "watch", "doctor_run"],
     ["released"],
     ["evaluations", "events", "progress"],
     ["worker"],
-    ["desk", "asking", "process_group", "restarts", "train_worker", "probe_worker", "doctor_worker"],
+    ["desk", "stopping", "asking", "process_group", "restarts", "train_worker", "probe_worker", "doctor_worker"],
     ["launch"],
     ["launch_probe", "launch_doctor"],
     ["doctor", "evaluate_run", "bench_input", "detect"],
     ["neighbours", "probe_run"],
-    ["cli_backbone", "cli_evaluate", "cli_health", "cli_runs"],
+    ["cli_backbone", "cli_evaluate", "cli_health", "cli_runs", "cli_submit"],
     ["cli"],
     ["__main__"],
 ]
@@ -45,7 +45,7 @@ FORBIDDEN = {  # top-level module: files that may import it
     "ray.data": {"data/stream.py", "data/pack.py", "beside.py", "cluster.py"},  # the last: where its actors live, nothing of data
     "ray": {"data/stream.py", "data/pack.py", "data/on_ray.py", "session.py", "launch.py", "board.py", "cluster.py", "desk.py", "train_worker.py",
             "asking.py", "process_group.py", "beside.py", "evaluations.py", "restarts.py", "gauges.py", "launch_probe.py", "probe_worker.py",
-            "launch_doctor.py", "doctor_worker.py"},
+            "launch_doctor.py", "doctor_worker.py", "submit.py"},
     "ray.util.metrics": {"gauges.py"},
     "torch.distributed": {"ranks.py"},
 }
@@ -94,10 +94,10 @@ def test_ray_train_ray_data_and_torch_distributed_are_known_to_few_files():
 
 
 FIELDS = {
-    "encoder": ["backbone", "stem", "head", "feature_dim", "precision", "warm_start"],
+    "encoder": ["backbone", "stem", "head", "feature_dim", "precision", "compile", "warm_start"],
     "contrast": ["temperature", "queue_keys", "key_momentum", "symmetric"],
     "batch": ["global_batch_size", "bn_group_size", "shuffle_domain_groups", "allow_batchnorm_leak"],
-    "optimizer": ["learning_rate", "sgd_momentum", "weight_decay"],
+    "optimizer": ["name", "learning_rate", "sgd_momentum", "weight_decay", "gradient_reduction", "decay_norm_and_bias"],
     "schedule": ["epochs", "steps", "shape", "warmup_steps", "milestone_epochs", "milestone_factor"],
     "augment": [
         "image_pixels", "crop_scale", "jitter", "jitter_probability", "grayscale_probability", "grayscale_first",

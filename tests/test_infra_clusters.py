@@ -105,7 +105,7 @@ def test_head_on_demand_workers_on_spot_from_none(cloud):
     start = "\n".join(config["head_start_ray_commands"])
     checks = "initial_delay_ms=1000", "period_ms=1000", "timeout_ms=2000", "failure_threshold=3"
     assert all(f"RAY_health_check_{check}" in start for check in checks)
-    assert start.index("RAY_health_check") < start.index("ray start --head")
+    assert start.index("RAY_health_check") < start.index("RAY_JOB_STOP_WAIT_TIME_S=60") < start.index("ray start --head")
     assert f"drain_on_notice.py --cloud {cloud}" in config["worker_start_ray_commands"][-1]
     assert "drain_on_notice" not in start, "the head is not drained"
 

@@ -20,10 +20,10 @@ def probed(ranks: Ranks, changes: dict, row: int, identity: bool = False) -> tup
     plan_, learner = plan(recipe_), small_learner(recipe_)
     batch = next(batches(plan_, ranks, STEP))
     before, crops = {name: value.clone() for name, value in flat(learner.f_k.state_dict()).items()}, batch.crops.clone()
-    with mock.patch("moco_ray.train.permutation", unshuffled) if identity else contextlib.nullcontext():
+    with mock.patch("moco_ray.ahead.permutation", unshuffled) if identity else contextlib.nullcontext():
         leak = probe_leak(learner.f_k, batch, plan_, ranks, STEP, row)
     same = all(torch.equal(value, before[name]) for name, value in flat(learner.f_k.state_dict()).items())
-    sums = [value for name, value in learner.f_k.named_buffers() if name.endswith("mean_sum")]
+    sums = [value for name, value in learner.f_k.named_buffers() if name.endswith(("sums", "groups_seen"))]
     return leak, same and torch.equal(crops, batch.crops) and not any(value.any() for value in sums)
 
 

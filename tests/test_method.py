@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models import resnet18, resnet34, resnet50
 
 from moco_ray import recipe as recipes
 from moco_ray.errors import UserError
 from moco_ray.method import small_maps
 from moco_ray.method.batchnorm import GroupedBatchNorm2d, commit_statistics
-from moco_ray.method.contrast import CHUNK_KEYS, info_nce
+from moco_ray.method.contrast import FEWEST_KEYS, chunk_keys, info_nce
 from moco_ray.method.encoder import build_encoder, refuse_emulated_precision
 from moco_ray.method.momentum import follow, key_encoder_of
 from moco_ray.method.queue import EMPTY, Queue
@@ -60,8 +61,10 @@ def test_momentum_update_covers_every_parameter_and_nothing_when_the_step_was_no
 
 # --- contrast ---------------------------------------------------------------------------------------------------
 
+CHUNK = chunk_keys(6, torch.device("cpu"))
 
-@pytest.mark.parametrize("keys", [1, 100, CHUNK_KEYS + 7])
+
+@pytest.mark.parametrize("keys", [1, 100, CHUNK + 7])
 def test_loss_is_log_of_K_plus_1_when_all_keys_are_equal_and_no_choice_is_right(keys):
     k = unit(1, 16)
     contrast = info_nce(unit(5, 16, seed=1), k.expand(5, 16), k.expand(keys, 16), 0.07)
@@ -69,8 +72,8 @@ def test_loss_is_log_of_K_plus_1_when_all_keys_are_equal_and_no_choice_is_right(
     assert (contrast.rank > 0).all()  # ties count against the query
 
 
-@pytest.mark.parametrize("temperature", [0.03, 0.07, 0.2])
-@pytest.mark.parametrize("keys", [50, 2 * CHUNK_KEYS + 3])
+@pytest.mark.parametrize("temperature", [1e-4, 0.005, 0.0299, 0.03, 0.07, 0.2])
+@pytest.mark.parametrize("keys", [50, 2 * CHUNK + 3])
 def test_loss_and_gradient_equal_cross_entropy_over_all_logits(keys, temperature):
     q, k, queue = unit(6, 16, seed=1).requires_grad_(), unit(6, 16, seed=2), unit(keys, 16, seed=3)
     contrast = info_nce(q, k, queue, temperature)
@@ -87,11 +90,56 @@ def test_loss_and_gradient_equal_cross_entropy_over_all_logits(keys, temperature
     assert torch.allclose(contrast.negative_similarity, (q @ queue.T).mean(1))
 
 
-def test_float32_loss_at_the_lowest_temperature_is_finite_and_close_to_float64():
-    q, k, queue = unit(8, 128, seed=1), unit(8, 128, seed=2), unit(5000, 128, seed=3)
-    single = info_nce(q.float(), -q.float(), queue.float(), 0.03).loss  # the worst positive there can be
-    assert torch.allclose(single.double(), info_nce(q, -q, queue, 0.03).loss, rtol=1e-5)
-    assert torch.isfinite(info_nce(q.float(), k.float(), queue.float(), 0.03).loss).all()
+@pytest.mark.parametrize("temperature", [1e-3, 0.01, 0.03])
+def test_float32_loss_at_low_temperatures_is_finite_and_close_to_float64(temperature):
+    q, queue = unit(8, 128, seed=1), unit(9000, 128, seed=3)
+    for k, keys in ((q, queue), (-q, queue), (-q, -q), (unit(8, 128, seed=2), torch.cat([queue, q]))):  # best and worst there can be
+        exact, single = info_nce(q, k, keys, temperature), info_nce(q.float(), k.float(), keys.float(), temperature)
+        assert torch.isfinite(single.loss).all()
+        assert torch.allclose(single.loss.double(), exact.loss, rtol=1e-5, atol=2e-6 / temperature)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_rows_are_summed_in_float32(dtype):
+    q, k, queue = (x.to(dtype) for x in (unit(8, 64, seed=1), unit(8, 64, seed=2), unit(20_000, 64, seed=3)))
+    q.requires_grad_()
+    found = info_nce(q, k, queue, 0.07)
+    exact = info_nce(q.detach().double().requires_grad_(), k.double(), queue.double(), 0.07)
+    assert found.loss.dtype == torch.float32
+    assert torch.allclose(found.loss.double(), exact.loss, rtol=1e-5)
+    assert (found.rank - exact.rank).abs().max() <= 2  # keys within rounding of the own one count as ties
+    (gradient,) = torch.autograd.grad(found.loss.sum(), q)
+    assert gradient.dtype == dtype
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest memory, in bytes, that any operation's result lies in."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for one in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(one, torch.Tensor):
+                self.bytes = max(self.bytes, one.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("rows,keys,chunk", [(32, 8192, 1024), (32, 65536, 1024), (300, 8192, FEWEST_KEYS)])
+def test_memory_is_that_of_a_chunks_logits_whatever_K(rows, keys, chunk):
+    torch.set_num_threads(1)
+    key, q = unit(1, 8, dtype=torch.float32), unit(rows, 8, seed=1, dtype=torch.float32)
+    with Largest() as largest:
+        info_nce(q, key.expand(rows, 8), key.expand(keys, 8), 0.2)  # a queue without memory of its own
+    assert largest.bytes == 4 * rows * chunk
+
+
+def test_four_million_keys_and_32_queries_have_the_loss_of_the_closed_formula():
+    torch.set_num_threads(1)  # two wait for each other at every chunk where a core is busy otherwise
+    key, q, size = unit(1, 8, dtype=torch.float32), unit(32, 8, seed=1, dtype=torch.float32), 4_194_304
+    contrast = info_nce(q, key.expand(32, 8), key.repeat(size, 1), 0.2)
+    assert torch.allclose(contrast.loss, torch.full((32,), math.log(size + 1)), rtol=1e-5)
+    assert (contrast.rank == size).all()
 
 
 def test_the_queue_may_change_between_forward_and_backward():
@@ -168,11 +216,33 @@ def test_each_group_is_normalised_as_torch_batch_norm_would_alone(layout):
     x = torch.randn(12, 5, 3, 3, dtype=torch.float64).to(memory_format=layout).requires_grad_()
     ours, theirs = GroupedBatchNorm2d(5, 4).double(), nn.BatchNorm2d(5).double()
     weights = torch.randn_like(x)
+    with torch.no_grad():
+        for layer in (ours, theirs):
+            layer.weight.copy_(torch.arange(1.0, 6.0)), layer.bias.copy_(torch.arange(5.0))
     expected = torch.cat([theirs(rows) for rows in x.split(4)])
-    (gradient,) = torch.autograd.grad((ours(x) * weights).sum(), x)
-    (expected_gradient,) = torch.autograd.grad((expected * weights).sum(), x)
-    assert torch.equal(ours(x), expected) and torch.equal(gradient, expected_gradient)
+    gradients = torch.autograd.grad((ours(x) * weights).sum(), (x, *ours.parameters()))
+    expected_gradients = torch.autograd.grad((expected * weights).sum(), (x, *theirs.parameters()))
+    assert torch.equal(ours(x), expected) and torch.equal(gradients[0], expected_gradients[0])
+    for gradient, expected_gradient in zip(gradients[1:], expected_gradients[1:], strict=True):
+        assert torch.allclose(gradient, expected_gradient, atol=1e-12)  # sums over groups
     assert ours.state_dict().keys() == theirs.state_dict().keys()
+    assert ours(x.detach()).is_contiguous(memory_format=layout)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_written_to_their_place_are_those_put_together_afterwards(layout, dtype):
+    """As under autocast: rows in bfloat16, weights and statistics in float32."""
+    x = torch.randn(12, 5, 3, 3, generator=torch.Generator().manual_seed(0)).to(dtype).contiguous(memory_format=layout).requires_grad_()
+    found = []
+    for compiling in (False, True):  # then the plain formula is what is compiled
+        layer = GroupedBatchNorm2d(5, 4)
+        with mock.patch("torch.compiler.is_compiling", return_value=compiling):
+            y = layer(x)
+        found.append([y, *torch.autograd.grad(y.float().square().sum(), (x, layer.weight, layer.bias)), layer.sums, layer.groups_seen])
+    assert [one.dtype for one in found[0]] == [one.dtype for one in found[1]]
+    for a, b in zip(*found, strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_running_statistics_move_once_a_step_by_the_mean_over_groups_however_many_passes():

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import resource
+import time
 from pathlib import Path
 
 import pytest
@@ -301,6 +302,25 @@ def test_pulses_bring_orders_back_and_the_end_once_there_is_a_fatal_error_of_whi
     asyncio.run(story())
 
 
+def test_whoever_waits_for_an_order_hears_of_it_at_once_also_of_one_given_before():
+    async def story():
+        board = Mailbox(next_attempt=1)
+        await board.begin()
+        began, waiting = time.monotonic(), asyncio.create_task(board.changed(1, {}))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        await board.order({"stop": "now"})
+        await waiting
+        await board.changed(1, {})
+        assert time.monotonic() - began < 0.5  # and not after PULSE_SECONDS
+        quiet = asyncio.create_task(board.changed(1, {"stop": "now"}))
+        await asyncio.sleep(0.05)
+        assert not quiet.done()
+        quiet.cancel()
+
+    asyncio.run(story())
+
+
 @pytest.mark.parametrize(
     "shares,slow",
     [
@@ -310,6 +330,7 @@ def test_pulses_bring_orders_back_and_the_end_once_there_is_a_fatal_error_of_whi
         ([[0.0, 0.1], [0.0, 0.0]], None),  # hardly anybody waits
         ([[0.0, 0.5], [0.0, 0.05], [0.0, 0.1]], None),  # two are slow: the plan, not one of them
         ([[0.9, 0.0]], None),
+        ([[0.0, 0.55], [0.0, 0.2]], 1),  # gradients take a fifth of everybody's time
     ],
 )
 def test_a_rank_is_slow_if_it_waits_for_nobody_and_all_others_wait(shares, slow):

@@ -21,10 +21,12 @@ from moco_ray.data.prototypes import drawn_prototypes
 from moco_ray.data.storage import Store
 from moco_ray.learner import Learner
 from moco_ray.monitor import NOT_REPRODUCIBLE, read_metrics
+from moco_ray.parts import NAMES
 from moco_ray.standing import Standing
 from tests.object_stores import rclone_server
 from tests.shell import Shell
 from tests.synthetic import identical
+from tests.test_profile import steps_of
 
 STEPS, SAVE, LOG, EPOCH = 120, 25, 10, 37  # 600 rows in batches of 16: 37 steps an epoch, 8 rows left out
 RECIPE = f"""
@@ -79,7 +81,7 @@ def run(shell):
     The server keeps its buckets as folders: what it was given is looked at there.
     """
     folder = shell.folder / "kept" / "small"
-    process = shell.start("pretrain", "small.toml", "--workers", "2", "--storage", "s3://kept", *SETS)
+    process = shell.start("pretrain", "small.toml", "--workers", "2", "--storage", "s3://kept", "--profile", "4", *SETS)
     wait_for_checkpoint(folder, process)
     process.send_signal(signal.SIGINT)
     first = process.communicate(timeout=120)
@@ -110,6 +112,16 @@ def test_an_interrupted_run_is_resumed_from_its_newest_checkpoint_and_every_step
     entries = read_metrics(folder / "metrics.jsonl")
     assert [e["step"] for e in entries if "loss" in e] == LOGGED
     assert [e["step"] for e in entries if "knn_top1" in e] == EVALUATED
+
+
+def test_a_profile_that_was_asked_for_lies_in_the_storage_and_says_where_the_time_goes(run):
+    folder, _, (_, error), (_, resumed_error) = run
+    (trace,) = (folder / "tensorboard" / "profile").iterdir()
+    assert trace.name == "attempt1.11.pt.trace.json" and len(steps_of(json.loads(trace.read_text()))) == 4
+    (event,) = [e for e in map(json.loads, (folder / "events.jsonl").read_text().splitlines()) if e["kind"] == "profile"]
+    assert event["text"] in error and "profile of steps 11 to 14 on worker 0" in error and "profile of" not in resumed_error
+    assert "trace: s3://kept/small/tensorboard/profile/attempt1.11.pt.trace.json" in event["text"]
+    assert all(event["seconds"][name] > 0 for name in NAMES)
 
 
 def test_the_run_folder_holds_recipe_plan_commit_checkpoints_curves_and_nothing_half_written(run):

@@ -157,7 +157,7 @@ def blow_up(ranks: Ranks, how: str):
                 x[torch.from_numpy(positions == 32 + 18)] = float("nan")  # step 10, row 18
             return x
 
-        patch = mock.patch("moco_ray.train.colour_stage", poisoned)
+        patch = mock.patch("moco_ray.ahead.colour_stage", poisoned)
     else:
         from moco_ray.method.contrast import info_nce
 

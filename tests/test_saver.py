@@ -193,14 +193,14 @@ class World:
     """What a lookout hears, set by a test; counts how often it asked."""
 
     def __init__(self):
-        self.notice, self.order, self.asked = None, None, 0
+        self.notice, self.order, self.asked, self.stop = None, None, 0, ""
 
     def news(self) -> News:
         def notice():
             self.asked += 1
             return self.notice
 
-        return News(notice, lambda: self.order, lambda: None)
+        return News(notice, lambda: self.order, lambda: None, lambda: self.stop)
 
 
 def looking(world: World, minutes: float = 0.0, step: int = 0) -> Lookout:
@@ -241,6 +241,15 @@ def test_an_order_is_obeyed_once():
     assert lookout.look(3).save == "node b joined"
 
 
+def test_a_run_that_is_to_end_is_saved_first_whatever_else_is_asked_for():
+    world = World()
+    lookout = looking(world)
+    assert not lookout.look(1).stop
+    world.order, world.notice, world.stop = ("node b joined", 1.0), Notice((1,), time.time() + 3), "SIGTERM"
+    advice = lookout.look(2)
+    assert advice.stop and advice.save == "SIGTERM" and not advice.halt_until
+
+
 def test_minutes_since_the_last_checkpoint_make_one_due(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("moco_ray.lookout.time.monotonic", lambda: now[0])
@@ -256,8 +265,8 @@ def test_minutes_since_the_last_checkpoint_make_one_due(monkeypatch):
     assert not lookout.look(4).save
 
 
-def test_it_looks_about_every_two_seconds_whatever_a_step_takes(monkeypatch):
-    for step_seconds, between in ((0.001, 1000), (0.1, 20), (5.0, 1)):
+def test_it_looks_about_every_second_whatever_a_step_takes(monkeypatch):
+    for step_seconds, between in ((0.001, 1000), (0.1, 10), (5.0, 1)):
         now, world = [0.0], World()
         monkeypatch.setattr("moco_ray.lookout.time.monotonic", lambda now=now: now[0])
         lookout, asked = Lookout(Ranks(), world.news(), 0, 1000), []

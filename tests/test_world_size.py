@@ -81,7 +81,7 @@ def _permutation_of_the_rank(ranks):
     def wrong(seed, step, groups, n, **settings):
         return permutation(seed + ranks.world, step, groups, n, **settings)
 
-    return mock.patch("moco_ray.train.permutation", wrong)
+    return mock.patch("moco_ray.ahead.permutation", wrong)
 
 
 def _share_of_equal_ranks(ranks):
@@ -98,14 +98,14 @@ def _share_of_equal_ranks(ranks):
 
 def _keys_of_the_last_rank(ranks):
     """The last rank's keys arrive with their first two rows swapped."""
-    original = Ranks.gather
+    original = Ranks.begin_gather
 
     def wrong(self, rows, counts):
         if self.rank == self.world - 1:
             rows = rows[[1, 0, *range(2, len(rows))]]
         return original(self, rows, counts)
 
-    return mock.patch.object(Ranks, "gather", wrong)
+    return mock.patch.object(Ranks, "begin_gather", wrong)
 
 
 def _statistics_of_the_rank(ranks):
@@ -153,7 +153,7 @@ def keys_of_altered_image(ranks: Ranks, altered: int | None, shuffled: bool) -> 
     batch, own = next(synthetic.batches(plan, ranks)), rows_of(plan, ranks.world, ranks.rank)
     if altered in own:
         batch.crops[altered - own.start, 1] = 255 - batch.crops[altered - own.start, 1]
-    unshuffled = mock.patch("moco_ray.train.permutation", lambda *a, **k: torch.arange(32))
+    unshuffled = mock.patch("moco_ray.ahead.permutation", lambda *a, **k: torch.arange(32))
     with contextlib.nullcontext() if shuffled else unshuffled:
         return encode_keys(learner.f_k, batch, plan, ranks, (0, 0))
 

@@ -20,10 +20,9 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY moco_ray ./moco_ray
 COPY jobs ./jobs
 COPY infra/drain_on_notice.py /usr/local/bin/drain_on_notice.py
-COPY infra/docker/ray_extra.txt ./infra/docker/ray_extra.txt
 # torch first, from its own index and alone; a pin of 2.14.1 is met by its build 2.14.1+cpu.
 RUN pip install --no-cache-dir --no-deps -c constraints.txt --index-url https://download.pytorch.org/whl/cpu torch torchvision torchcodec \
-    && pip install --no-cache-dir -c constraints.txt -c infra/docker/ray_extra.txt '.[pack]' 'ray[default]' \
+    && pip install --no-cache-dir -c constraints.txt '.[jobs,pack]' \
     && chmod 755 /usr/local/bin/drain_on_notice.py
 
 ENV PYTHONUNBUFFERED=1

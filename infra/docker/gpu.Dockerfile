@@ -20,8 +20,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY moco_ray ./moco_ray
 COPY jobs ./jobs
 COPY infra/drain_on_notice.py /usr/local/bin/drain_on_notice.py
-COPY infra/docker/ray_extra.txt ./infra/docker/ray_extra.txt
-RUN pip install --no-cache-dir -c constraints.txt -c infra/docker/ray_extra.txt '.[pack]' 'ray[default]' \
+RUN pip install --no-cache-dir -c constraints.txt '.[jobs,pack]' \
     && chmod 755 /usr/local/bin/drain_on_notice.py
 
 # NCCL: sockets by the pod's or node's own interface; its warnings in the worker's log.

@@ -4,7 +4,6 @@ Responsible for looking; whether it will do is judged in machines.py. Knows no R
 """
 
 import hashlib
-import importlib.metadata
 import os
 import platform
 import resource
@@ -18,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from moco_ray import source
 from moco_ray.data.storage import Store, one_line
 from moco_ray.errors import UserError
 from moco_ray.interface import addresses, interface_of
@@ -80,7 +80,7 @@ def versions() -> dict[str, str]:
     package = Path(__file__).parent.parent
     for path in sorted(package.rglob("*.py")):
         digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
-    found = {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in PACKAGES}}
+    found = {"python": platform.python_version(), **source.versions(PACKAGES)}
     return found | {"moco_ray's source": digest.hexdigest()[:8]}
 
 

@@ -60,13 +60,23 @@ def key_momentum(plan: Plan) -> Finding:
 
 
 def learning_rate(plan: Plan) -> Finding:
-    """Against the linear rule on the published 0.03 at batch 256 (Goyal et al. 2017 for the rule, He et al. 2019 for the rate)."""
-    rate, rule = plan.recipe.optimizer.learning_rate, plan.facts()["published_learning_rate"]
+    """Against the linear rule on the published 0.03 at batch 256 (Goyal et al. 2017 for the rule, He et al. 2019 for the rate), which is of SGD."""
+    rate, rule = plan.recipe.optimizer.learning_rate, plan.facts().get("published_learning_rate")
+    if rule is None:
+        return optimizer(plan)
     found = f"{rate:g}, {rate / rule:.3g} times the linear rule's {rule:.3g} (0.03 at batch 256)"
     cure = f"optimizer.learning_rate={rule:.3g}; nothing scales it by itself"
     if rate > WILD_RATE * rule:
         return failed("learning rate", found, cure)
     return ok("learning rate", found) if USUAL_RATES[0] <= rate / rule <= USUAL_RATES[1] else warning("learning rate", found, cure)
+
+
+def optimizer(plan: Plan) -> Finding:
+    """Another than the released one: what its rate ought to be is not published."""
+    settings, said = plan.recipe.optimizer, plan.concerns().get("optimizer")
+    if said:
+        return warning("learning rate", said, "optimizer.decay_norm_and_bias=false")
+    return ok("learning rate", f"{settings.learning_rate:g} of {settings.name}, which MoCo v1 and v2 have no published one for: try several")
 
 
 def worker_count(plan: Plan, workers: Workers) -> Finding:

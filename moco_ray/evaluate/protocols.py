@@ -53,7 +53,7 @@ class Protocol:
             "source": self.source,
             "epochs": recipe.schedule.epochs,
             "global_batch_size": recipe.batch.global_batch_size,
-            "optimizer": {"name": "SGD", **recipe.optimizer.model_dump(), "classifier_learning_rate": self.classifier_rate},
+            "optimizer": {**recipe.optimizer.model_dump(), "name": "SGD", "classifier_learning_rate": self.classifier_rate},
             "schedule": recipe.schedule.shape,
             "milestone_epochs": list(recipe.schedule.milestone_epochs),
             "training_view": f"RandomResizedCrop({recipe.augment.image_pixels}, scale {list(recipe.augment.crop_scale)}) and flip",

@@ -5,22 +5,26 @@ The key encoder is a copy of the query encoder that follows it (momentum.py). No
 
 import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torchvision.models import resnet
 
 from moco_ray import recipe
 from moco_ray.errors import UserError
 from moco_ray.method.batchnorm import GroupedBatchNorm2d
 from moco_ray.method.small_maps import use_small_map_convolutions
 
-BACKBONES = {  # name: (block, blocks of the four stages)
-    "resnet10": (resnet.BasicBlock, (1, 1, 1, 1)),
-    "resnet18": (resnet.BasicBlock, (2, 2, 2, 2)),
-    "resnet34": (resnet.BasicBlock, (3, 4, 6, 3)),
-    "resnet50": (resnet.Bottleneck, (3, 4, 6, 3)),
+if TYPE_CHECKING:
+    from torchvision.models.resnet import ResNet
+
+BACKBONES = {  # name: (torchvision's block, blocks of the four stages)
+    "resnet10": ("BasicBlock", (1, 1, 1, 1)),
+    "resnet18": ("BasicBlock", (2, 2, 2, 2)),
+    "resnet34": ("BasicBlock", (3, 4, 6, 3)),
+    "resnet50": ("Bottleneck", (3, 4, 6, 3)),
 }
+EXPANSION = {"BasicBlock": 1, "Bottleneck": 4}  # a block's output channels, in multiples of its width
 
 
 class Encoder(nn.Module):
@@ -43,10 +47,13 @@ class Encoder(nn.Module):
         return self.head(self.backbone(x))
 
 
-def build_backbone(name: str, stem: str, norm_layer: Callable[[int], nn.Module] = nn.BatchNorm2d) -> resnet.ResNet:
+def build_backbone(name: str, stem: str, norm_layer: Callable[[int], nn.Module] = nn.BatchNorm2d) -> "ResNet":
     """torchvision's ResNet without its classifier, N,3,P,P -> N,D, in training mode, with torchvision's initialisation."""
+    # Here, for it is a second of imports, which the driver and Ray Train's controller need not wait for.
+    from torchvision.models import resnet
+
     block, blocks = BACKBONES[name]
-    backbone = resnet.ResNet(block, list(blocks), norm_layer=norm_layer)
+    backbone = resnet.ResNet(getattr(resnet, block), list(blocks), norm_layer=norm_layer)
     backbone.fc = nn.Identity()
     if stem != "imagenet":  # for small images: 3x3 and no pooling
         backbone.conv1 = nn.Conv2d(3, 64, 3, stride=1 if stem == "small_stride1" else 2, padding=1, bias=False)
@@ -57,7 +64,7 @@ def build_backbone(name: str, stem: str, norm_layer: Callable[[int], nn.Module] 
 
 def width_of(name: str) -> int:
     """D, the length of a backbone's features."""
-    return 512 * BACKBONES[name][0].expansion
+    return 512 * EXPANSION[BACKBONES[name][0]]
 
 
 def _head(kind: str, features: int, feature_dim: int) -> nn.Module:
@@ -89,6 +96,15 @@ def autocast(settings: recipe.Encoder, device: torch.device):
 def working_dtype(settings: recipe.Encoder) -> torch.dtype:
     """The dtype of parameters, keys, queue and loss."""
     return torch.float64 if settings.precision == "float64" else torch.float32
+
+
+def use_float32_of(settings: recipe.Encoder) -> None:
+    """Let this process's GPU convolve float32 numbers as the recipe says. By itself torch takes TF32, which keeps 10 bits of the 23.
+
+    Convolutions alone, the colour stage's blur among them (an error below 0.1 of 255 there); heads, loss and keys stay whole.
+    On a CPU, and on GPUs before Ampere, tf32 is float32.
+    """
+    torch.backends.cudnn.conv.fp32_precision = "tf32" if settings.precision == "tf32" else "ieee"
 
 
 def cpu_has_bfloat16() -> bool:

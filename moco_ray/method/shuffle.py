@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moco_ray.ranks import Ranks
+from moco_ray.ranks import Ranks, UnderWay
 
 _TAG = 0x5B  # keeps these draws apart from the other uses of (seed, step)
 
@@ -79,8 +79,8 @@ def route(perm: Tensor, rows_of_ranks: list[range], rank: int) -> Route:
     )
 
 
-def shuffle(rows: Tensor, way: Route, ranks: Ranks) -> Tensor:
-    """Own rows (N,...) in -> the rows of the own key slots (N,...), in slot order."""
+def begin_shuffle(rows: Tensor, way: Route, ranks: Ranks) -> UnderWay[Tensor]:
+    """Own rows (N,...) in -> under way: the rows of the own key slots (N,...), in slot order."""
     leaving = rows[way.send_rows.to(rows.device)]
-    arrived = ranks.exchange(leaving, way.send_counts, way.receive_counts)
-    return arrived[way.arrival.to(rows.device)]
+    arriving = ranks.begin_exchange(leaving, way.send_counts, way.receive_counts)
+    return arriving.then(lambda arrived: arrived[way.arrival.to(rows.device)])
