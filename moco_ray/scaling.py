@@ -127,8 +127,8 @@ def _parts(place: Placed, step_seconds: float, input_bytes: float) -> Parts:
     latency = (facts.link if place.nodes == 1 else facts.network).latency_seconds
     ring = Ring(world, rate, latency)
 
-    inside = place.crops_leaving(1) / facts.link.bytes_per_second if place.ranks_of_node > 1 else 0.0
-    between = place.crops_leaving(place.ranks_of_node) / left if place.nodes > 1 else 0.0
+    inside = place.crops_leaving_rank / facts.link.bytes_per_second if place.ranks_of_node > 1 else 0.0
+    between = place.crops_leaving_node / left if place.nodes > 1 else 0.0
     exchange = load.directions * place.partners() * latency + max(inside, between)
     exchange, gather, all_reduce = _unhidden(place, ring, exchange, of_rows)
     looks = 3 / run.dictionary_every_steps if run.dictionary_every_steps else 0.0

@@ -4,6 +4,7 @@ Responsible for the bytes of each rank and node, as train.py, ranks.py and metho
 for the time of rings. Not responsible for the step as a whole. Pure: no torch, no Ray.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -151,8 +152,17 @@ class Placed:
     def rows_of_node(self) -> int:
         return len(groups_of_ranks(self.load.plan, self.world, 0, self.ranks_of_node)) * self.load.plan.recipe.batch.bn_group_size
 
-    def crops_leaving(self, ranks: int) -> float:
-        """Bytes that the busiest of all runs of so many ranks sends to others in a step's shuffles."""
+    @functools.cached_property
+    def crops_leaving_rank(self) -> float:
+        """Bytes that the busiest rank sends to others in a step's shuffles."""
+        return self._crops_leaving(1)
+
+    @functools.cached_property
+    def crops_leaving_node(self) -> float:
+        return self._crops_leaving(self.ranks_of_node)
+
+    def _crops_leaving(self, ranks: int) -> float:
+        """Of the busiest of all runs of so many ranks."""
         starts = range(0, self.world, ranks)
         runs = (groups_of_ranks(self.load.plan, self.world, first, min(ranks, self.world - first)) for first in starts)
         return self.load.directions * self.load.crop_bytes * max(rows_leaving(self.load.plan, run) for run in runs)
@@ -162,7 +172,7 @@ class Placed:
         if self.nodes == 1:
             return 0.0
         keys = (self.world - 1) * self.rows * self.load.key_bytes * self.load.directions
-        return self.crops_leaving(self.ranks_of_node) + keys + sent_by_all_reduce(self.load.reduced_bytes, self.world)
+        return self.crops_leaving_node + keys + sent_by_all_reduce(self.load.reduced_bytes, self.world)
 
     def partners(self) -> int:
         """Other ranks with which the busiest one exchanges rows."""

@@ -18,6 +18,7 @@ import yaml
 from kubernetes_validate.utils import ValidationError as CoreError
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
+from moco_ray import cli
 from moco_ray.plan import Plan
 from moco_ray.recipe import Recipe
 from moco_ray.show_plan import DATA_TASKS, IMAGENET_ROWS
@@ -258,3 +259,13 @@ def test_the_readmes_sizes_are_those_of_the_plan_and_of_the_input_benchmark():
         column = 1 if "originals" in plane else 2
         for row in re.findall(r"^\| ([\d,]+) \| (\d+) \+ 1 \| (\d+) \+ 1 \|$", text, re.M):
             assert int(row[column]) == math.ceil(int(row[0].replace(",", "")) * told / 1000)
+
+
+def test_the_readmes_tables_of_scale_are_those_that_the_command_prints_and_its_errors_those_that_were_measured(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = (INFRA / "README.md").read_text()
+    for facts in ([], ["--fact", "gpu.images_per_second=1500"]):
+        assert cli.main(["show-plan", "jobs/moco_v2_imagenet.toml", "--gpus", "8:1024", *facts]) == 0
+        table = [f"    {line.rstrip()}" for line in capsys.readouterr().out.splitlines() if re.match(r"GPUs +nodes| *\d+ +\d+ ", line)]
+        assert len(table) == 9 and "\n".join(table) in text
+    assert (ROOT / "tests" / "bench" / "results" / "scaling.md").read_text().strip() in text

@@ -116,7 +116,7 @@ def test_the_published_protocol_s_numbers():
     recipe, plan = found.recipe, Plan(found.recipe, 256 * 10)
     assert [learning_rate(plan, 10 * epoch) for epoch in (0, 59, 60, 79, 80, 99)] == pytest.approx([30, 30, 3, 3, 0.3, 0.3])
     assert (plan.total_steps, recipe.batch.global_batch_size, recipe.batch.groups) == (1000, 256, 8)
-    held = {"name": "sgd", "learning_rate": 30.0, "sgd_momentum": 0.9, "weight_decay": 0.0, "decay_norm_and_bias": True}
+    held = {"name": "sgd", "learning_rate": 30.0, "sgd_momentum": 0.9, "weight_decay": 0.0, "gradient_reduction": "exact", "decay_norm_and_bias": True}
     assert recipe.optimizer.model_dump() == held
     augment = recipe.augment
     assert (augment.image_pixels, recipe.evaluation.resize_pixels, augment.crop_scale, augment.flip_probability) == (224, 256, (0.08, 1.0), 0.5)
