@@ -27,6 +27,7 @@ for word do # the recipe's own name is no override
   case $word in *=*) set -- "$@" "$word" ;; esac
 done
 
+$ray show-plan "$RECIPE" --data "$IMAGES" "$@" # a mistake in the recipe or the place of the images is told before hours of packing
 $ray pack "$IMAGES" "$packed" ${SHORT_SIDE:+--short-side "$SHORT_SIDE"}
 $ray pretrain "$RECIPE" --data "$packed" --storage "$STORAGE/runs" --name "$NAME" --workers "${WORKERS:-1}" "$@"
 if [ -n "${BANK:-}" ]; then

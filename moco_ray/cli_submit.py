@@ -7,8 +7,10 @@ from pathlib import Path
 
 from moco_ray.errors import UserError
 
-OF_A_SHELL = ".sh"
-PLACES = ("storage", "data", "place", "folder", "source", "target", "file", "output", "bank", "queries", "go_on_from", "warm_start", "images", "annotations")
+PLACES = {  # of a command's arguments -> what its user calls them
+    **{name: f"--{name.replace('_', '-')}" for name in ("storage", "data", "output", "bank", "queries", "warm_start", "images", "annotations")},
+    **dict.fromkeys(("place", "folder"), "RUN"), "source": "SOURCE", "target": "TARGET", "file": "FILE", "go_on_from": "--continue",
+}  # fmt: skip
 NOT_AS_JOBS = ("submit", "watch", "runs")
 ABOUT = (
     "run a command as a job of a Ray cluster and follow its log: `moco-ray submit --address http://HEAD:8265 jobs/NAME.toml --data s3://.. "
@@ -51,16 +53,16 @@ def _submit(arguments: argparse.Namespace, checked: Callable[[list[str]], argpar
 
 def order_of(words: list[str], checked: Callable[[list[str]], argparse.Namespace], environment: dict[str, str]):
     """What is sent for the words of a command (a `submit.Order`). Raises UserError for what can be told here to be wrong."""
-    from moco_ray.submit import UPLOADED, Order
+    from moco_ray.submit import SCRIPT, UPLOADED, Order
 
     if words[0].endswith(".toml"):
         words = ["pretrain", *words]
-    files = [Path(word) for word in words if word.endswith(UPLOADED) and Path(word).is_file()]
+    files = list(dict.fromkeys(Path(word) for word in words if word.endswith(UPLOADED) and Path(word).is_file()))
     names = [file.name for file in files]
     if len(set(names)) < len(names):
         raise UserError(f"two files would go along as {max(names, key=names.count)}; rename one")
     sent = [Path(word).name if Path(word) in files else word for word in words]
-    if words[0].endswith(OF_A_SHELL):
+    if words[0].endswith(SCRIPT):
         if not Path(words[0]).is_file():
             raise UserError(f"{words[0]} is not a file of this machine; give the path of the script")
         return Order(sent, Path(words[0]).stem, files, {"command": words[0]}, environment)
@@ -69,10 +71,12 @@ def order_of(words: list[str], checked: Callable[[list[str]], argparse.Namespace
     arguments = checked(words)
     refuse_local_places(arguments)
     facts, name = {"command": words[0]}, words[0]
-    if words[0] in ("pretrain", "doctor") and words[1:] and arguments_recipe(arguments).endswith(".toml"):
+    file = {"pretrain": "recipe", "doctor": "what"}.get(words[0], "")  # the argument that is a recipe's file
+    if file and (file := getattr(arguments, file)).endswith(".toml"):
+        from moco_ray.plan import Workers
         from moco_ray.recipe import Recipe
 
-        file = arguments_recipe(arguments)
+        Workers.of(arguments.workers or "1")
         recipe = Recipe.read(file, arguments.overrides + ([f"data.uri={arguments.data}"] if arguments.data else []))
         refuse_local("data.uri", recipe.data.uri)
         refuse_local("evaluation.bank_uri", recipe.evaluation.bank_uri)
@@ -85,21 +89,17 @@ def order_of(words: list[str], checked: Callable[[list[str]], argparse.Namespace
     return Order(sent, "".join(c if c.isalnum() or c in "-_." else "-" for c in name), files, facts, environment)
 
 
-def arguments_recipe(arguments: argparse.Namespace) -> str:
-    return getattr(arguments, "recipe", None) or getattr(arguments, "what", "")
-
-
 def refuse_local_places(arguments: argparse.Namespace) -> None:
     """Raise UserError for a place that the words give, or that the command takes by itself, and that only this machine could mean."""
-    for name in PLACES:
-        refuse_local(f"--{name.replace('_', '-')}", getattr(arguments, name, None) or "")
+    for name, called in PLACES.items():
+        refuse_local(called, getattr(arguments, name, None) or "")
     if getattr(arguments, "to", None) and not arguments.output:
         raise UserError("export as a job needs --output: a URI, or a path that all nodes share; the job's own folder goes with it")
 
 
 def refuse_local(what: str, place: str) -> None:
     if place and "://" not in place and not place.startswith("/"):
-        raise UserError(f"{what} {place} is a path of this machine, which the cluster does not see; give a URI, or the whole path of a folder that all nodes share")
+        raise UserError(f"{what} is {place}, a path of this machine, which the cluster does not see; give a URI, or the whole path of a folder that all nodes share")
 
 
 def variables(words: list[str], stop_seconds: int | None) -> dict[str, str]:

@@ -24,6 +24,7 @@ from moco_ray.monitor import Journal
 from moco_ray.pictures import Gallery
 from moco_ray.plan import Plan
 from moco_ray.progress import Progress
+from moco_ray.session import Outlook
 from moco_ray.verdicts import Verdict
 from moco_ray.worker import patience_seconds
 
@@ -48,15 +49,15 @@ class Desk:
         plan: Plan,
         lease: Lease,
         evaluations: Evaluations,
-        waiting: Callable[[], str],
+        outlook: Outlook,
         gallery: Gallery,
         gauges: Gauges,
     ):
-        """`waiting()` says in words what is waited for; asked while there are no workers."""
         self._board, self._journal, self._progress, self._plan = board, journal, progress, plan
-        self._lease, self._evaluations, self._waiting_for = lease, evaluations, waiting
+        self._lease, self._evaluations, self._outlook = lease, evaluations, outlook
         self._gallery, self._gauges = gallery, gauges
-        self._nodes: set[str] = set()  # ids, of this attempt's workers
+        self._nodes: list[str] = []  # ids, of this attempt's workers
+        self._without_readers: bool | None = None  # whether no data node lives; None: not known since the workers began
         self.events = Events(self._happened, journal.last_step, journal.counters)
         self._heard = 0  # number of the last message
         self._seconds_a_step = 0.0
@@ -133,7 +134,7 @@ class Desk:
         if kind == "record":
             self._record(message)
         elif kind == "begin":
-            self._running, self._nodes = True, set(message["node_ids"])
+            self._running, self._nodes, self._without_readers = True, message["node_ids"], None
             if self._stopping:
                 self._order({"stop": self._stopping})
             events.begin(message)
@@ -206,12 +207,13 @@ class Desk:
         if leaving:
             self._order({"leaving": leaving})
         joined = self.events.cluster(living())
+        self._look_for_readers()
         if joined and self._running:  # Ray Train starts the workers anew as soon as it knows, and does not ask before
             self._order({"save": (f"node {joined[0]} joined", time.time())})
             self._recounted = time.monotonic() + JOINED_SECONDS
         if not self._running and time.monotonic() - self._waiting_since > WAITING_SECONDS:
             self._waiting_since = time.monotonic()
-            self._happened("waiting", self.events.reached, f"no workers yet: {self._waiting_for()}")
+            self._happened("waiting", self.events.reached, f"no workers yet: {self._outlook.waiting()}")
         if time.monotonic() - self._recounted > RECOUNT_SECONDS:
             self._recounted = time.monotonic()
             with contextlib.suppress(ray.exceptions.RayError, ValueError, TimeoutError):
@@ -226,6 +228,14 @@ class Desk:
                 self._record({"entry": outcome.entry, "bad": []})
         self._hang()
         self._journal.sync_if_due()
+
+    def _look_for_readers(self) -> None:
+        """Tell once that the data group is gone, if it was there when the workers began."""
+        if self._running:
+            gone = self._outlook.readers_gone(self._nodes)
+            if gone and self._without_readers is False:
+                self._happened("readers_gone", self.events.reached, gone)
+            self._without_readers = bool(gone)
 
     def _order(self, orders: dict[str, Any]) -> None:
         with contextlib.suppress(ray.exceptions.RayError):  # the trainer tells

@@ -39,7 +39,7 @@ from moco_ray.recipe import Recipe
 from moco_ray.released import released_state
 from moco_ray.restarts import FAILURES, Guard, one_line
 from moco_ray.run_folder import RunFolder
-from moco_ray.session import Room, lazily_spread, ray_session
+from moco_ray.session import Outlook, Room, lazily_spread, ray_session
 from moco_ray.standing import Standing
 from moco_ray.stopping import same_interrupt, stoppable
 from moco_ray.train_worker import train_worker
@@ -168,8 +168,8 @@ def _carry(surveyed: Surveyed, folder: RunFolder, workers: Workers, lease: Lease
         gallery = Gallery(surveyed.manifest, plan, min((attempt.from_step for attempt in attempts.all_of(run)), default=start))
         gauges = Gauges(run.uri.rstrip("/").rpartition("/")[2], plan)
         try:
-            words = lambda: room.words(workers)  # noqa: E731
-            with Desk(board, journal, progress, plan, lease, evaluations, words, gallery, gauges) as desk, stoppable(desk.stop):
+            outlook = Outlook(room, workers)
+            with Desk(board, journal, progress, plan, lease, evaluations, outlook, gallery, gauges) as desk, stoppable(desk.stop):
                 if start < plan.total_steps:
                     sets = None if evaluations.beside else surveyed.sets
                     _fit(Job(run.uri, str(workers), board, driver, sets, profile_steps, first_attempt), folder, workers, room, debug)

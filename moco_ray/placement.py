@@ -41,6 +41,7 @@ class DataPlace(NamedTuple):
     cpus: float  # for the tasks of all ranks together
     selectors: tuple[dict[str, str], ...] = ()  # of labels, the best first; (): wherever Ray puts them
     words: str = "anywhere"
+    on_group: bool = False  # the data group
 
     @property
     def options(self) -> dict[str, Any]:
@@ -77,10 +78,11 @@ def place_data(machines: list[Machine], claim: float, world: int, seats: Sequenc
     group = [machine for machine in machines if machine.group == DATA and left[machine.id] > 0]
     if group:
         cpus = sum(left[machine.id] for machine in group)
-        return DataPlace(cpus, ({GROUP: DATA}, ANYWHERE), f"the data group: {_names([machine.name for machine in group])} ({cpus:g} CPUs)")
+        words = f"the data group: {_names([machine.name for machine in group])} ({in_cpus(cpus)})"
+        return DataPlace(cpus, ({GROUP: DATA}, ANYWHERE), words, on_group=True)
     if own and all(left.get(node, 0.0) * world >= total * seats.count(node) for node in set(seats)):
-        return DataPlace(total, ({GROUP: DATA}, {NODE_ID: own}, ANYWHERE), f"each worker's own node ({total:g} CPUs in all), for no data node has CPUs to give")
-    return DataPlace(total, ({GROUP: DATA}, ANYWHERE), f"anywhere ({total:g} CPUs), for no data node has CPUs to give")
+        return DataPlace(total, ({GROUP: DATA}, {NODE_ID: own}, ANYWHERE), f"each worker's own node ({in_cpus(total)} in all), for no data node has CPUs to give")
+    return DataPlace(total, ({GROUP: DATA}, ANYWHERE), f"anywhere ({in_cpus(total)}), for no data node has CPUs to give")
 
 
 def seating(nodes: list[str], data: DataPlace, driver: str) -> str:
@@ -98,6 +100,11 @@ def _ranks(ranks: list[int]) -> str:
         else:
             runs.append([rank])
     return " and ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def in_cpus(count: float) -> str:
+    """For people."""
+    return f"{count:g} CPU" if count == 1 else f"{count:g} CPUs"
 
 
 def _names(names: list[str]) -> str:

@@ -16,7 +16,7 @@ import ray
 from moco_ray.data.on_ray import spread
 from moco_ray.data.survey import Spread
 from moco_ray.errors import UserError
-from moco_ray.placement import DATA, GROUP, DataPlace, Machine, place_data, worker_homes
+from moco_ray.placement import DATA, GROUP, DataPlace, Machine, in_cpus, place_data, worker_homes
 from moco_ray.plan import Workers
 from moco_ray.ranks import Ranks
 
@@ -98,6 +98,29 @@ class Room(NamedTuple):
         if fit >= least:
             return f"they are being started; the cluster has room for {fit}, each with {each}"
         return f"the cluster has room for {fit} of at least {least}, each with {each}; waiting for machines to come"
+
+
+class Outlook(NamedTuple):
+    """What there is to say of the cluster under a run, for people."""
+
+    room: Room
+    workers: Workers  # that the user asked for
+
+    def waiting(self) -> str:
+        """Whether they would find room now."""
+        return self.room.words(self.workers)
+
+    def readers_gone(self, seats: Sequence[str]) -> str:
+        """What becomes of the data tasks beside workers on these nodes (ids), if nodes have labels and no data node is left; "" otherwise."""
+        place = place_data(_living(), self.room.claim["CPU"], len(seats), seats)
+        if not place.selectors or place.on_group:
+            return ""
+        if place.cpus > 0:
+            return f"no data node is left: data tasks move to the other nodes ({in_cpus(place.cpus)})"
+        return (
+            "no data node is left, and the workers leave no CPU to data tasks: the run waits for one; start a node of the data group, or stop "
+            "the run and resume it with fewer --workers"
+        )
 
 
 @contextlib.contextmanager

@@ -29,7 +29,8 @@ CONNECT_SECONDS = 10.0
 RECONNECT_SECONDS = 120.0  # that a head which does not answer is tried for, while a log is followed
 QUIET_SECONDS = 15.0  # that a job may take to start before it is said what it waits for
 ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
-UPLOADED = (".toml", ".sh")  # files of this machine that go along
+SCRIPT = ".sh"
+UPLOADED = (".toml", SCRIPT)  # files of this machine that go along
 
 
 class Order(NamedTuple):
@@ -57,6 +58,8 @@ def submit(address: str, order: Order, identity: str = "", use_image: bool = Fal
                 entrypoint=entrypoint(order.words), submission_id=identity, metadata=order.facts, runtime_env=environment(order, Path(folder), use_image)
             )  # no resources are asked for the driver: then Ray runs it on the head
         except Exception as error:
+            if "already exists" in str(error):
+                raise UserError(f"{address} has had a job {identity} already; give another --job-id, or none") from error
             raise UserError(f"{address} refuses the job {identity}: {_last_line(error)}") from error
     _say(f"job {identity} at {address}")
     _say(f"follow it:  ray job logs --follow {identity} --address {address}")
@@ -68,10 +71,8 @@ def connect(address: str) -> JobSubmissionClient:
     """A client of the job server at http://HOST:PORT. Raises UserError where there is none, or where it wants a token."""
     for name in ADDRESS_VARIABLES:  # Ray would prefer them to what it is told
         os.environ.pop(name, None)
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    logging.getLogger("ray.dashboard.modules").setLevel(logging.ERROR)
-    for name in ("sdk", "dashboard_sdk"):
-        logging.getLogger(f"ray.dashboard.modules.{'job.' if name == 'sdk' else ''}{name}").setLevel(logging.ERROR)
+    for name in ("ray.dashboard.modules.job.sdk", "ray.dashboard.modules.dashboard_sdk"):  # they set a level of their own
+        logging.getLogger(name).setLevel(logging.ERROR)
     parts = urlsplit(address if "://" in address else f"http://{address}")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError(f"--address {address}: give the address of the cluster's dashboard, http://HEAD:8265")
@@ -100,7 +101,7 @@ def connect(address: str) -> JobSubmissionClient:
 
 def entrypoint(words: list[str]) -> str:
     """The job's shell command. It replaces its shell, so that SIGTERM finds the driver."""
-    if words[0].endswith(".sh"):
+    if words[0].endswith(SCRIPT):
         return "exec " + shlex.join(["bash", *words])
     return "exec " + shlex.join(["python", "-m", "moco_ray", *words])
 
@@ -179,8 +180,8 @@ def _why(info: JobInfo, said: str) -> str:
 
 
 def _last_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[-1][:500]
+    lines = [line for line in str(error).splitlines() if any(map(str.isalnum, line))]
+    return (lines or [type(error).__name__])[-1].strip()[:500]
 
 
 def _say(text: str) -> None:

@@ -19,7 +19,7 @@ from moco_ray.placement import (
     worker_homes,
 )
 from moco_ray.plan import Workers
-from moco_ray.session import _room
+from moco_ray.session import Outlook, Room, _room
 from tests.carried import Carried
 from tests.clusters import Cluster, at_work
 
@@ -73,6 +73,20 @@ def test_cpu_workers_keep_to_the_train_group_and_gpu_workers_and_elastic_ones_fi
         assert worker_homes(machines, elastic) == (machines, None)
 
 
+def test_that_no_data_node_is_left_is_told_with_its_cure(monkeypatch):
+    train, now = [Machine("t", "train", 4, 0, TRAIN)], []
+    monkeypatch.setattr("moco_ray.session._living", lambda: now)
+    for claim, machines, told in (
+        (1, [*train, *READERS], ""),
+        (1, without_labels(train), ""),
+        (1, train, "no data node is left: data tasks move to the other nodes (2 CPUs)"),
+        (2, train, "the run waits for one; start a node of the data group, or stop the run and resume it with fewer --workers"),
+    ):
+        now[:] = machines
+        found = Outlook(Room(claim, {"CPU": claim}), Workers(2)).readers_gone(["t", "t"])
+        assert found.endswith(told) and bool(found) == bool(told)
+
+
 def test_workers_of_the_train_group_have_all_of_it_where_a_data_group_reads_for_them(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "here")
     train, reader = Machine("t", "train", 4, 0, TRAIN), READERS[0]
@@ -122,7 +136,7 @@ def story(tmp_path_factory):
     """A run of two workers on two train nodes and a data node, which is lost in the middle: the run, and what was seen before and after."""
     with Cluster() as cluster:
         nodes = [cluster.add_node(cpus, f"{GROUP}={group}") for cpus, group in ((2, TRAIN), (1, TRAIN), (2, DATA))]
-        run = Carried(tmp_path_factory.mktemp("placed"), cluster.environment, steps=40, every=20)
+        run = Carried(tmp_path_factory.mktemp("placed"), cluster.environment, steps=32, every=16)
         run.start("2")
         before, after = Watched(cluster), Watched(cluster)
 
@@ -152,4 +166,5 @@ def test_workers_are_packed_on_one_node_of_the_train_group_and_data_tasks_run_on
 def test_a_data_group_that_is_gone_costs_the_run_nothing(story):
     run, _, after = story
     assert run.events("node_lost") and "node2" in after.data
+    assert [event["text"] for event in run.events("readers_gone")] == ["no data node is left: data tasks move to the other nodes (1 CPU)"]
     run.refuse_other_than_undisturbed()

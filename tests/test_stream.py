@@ -24,6 +24,7 @@ import torch
 from PIL import Image
 
 from moco_ray.bench_input import as_text, bench_input, write_json
+from moco_ray.cluster import forget_pipelines, keep_helpers_here
 from moco_ray.data import on_ray, stream, survey
 from moco_ray.data.decode import CROP_DRAWS, BadImage, centre_crop, decode, two_crops
 from moco_ray.data.draws import CROP, REPLACE, uniforms
@@ -447,3 +448,27 @@ def test_a_large_survey_by_tasks_of_ray_finds_what_threads_find(cluster, folder,
     with pytest.raises(UserError, match="a.tar is no tar .*; write it again or remove it") as caught:
         survey.index_manifest(broken, find_data(broken), "image", spread)
     assert "\n" not in str(caught.value)
+
+
+def test_what_killed_pipelines_asked_an_autoscaler_for_is_forgotten_and_nothing_else(cluster):
+    keep_helpers_here()
+    coordinator = ray.get_actor("AutoscalingCoordinator", namespace="AutoscalingCoordinator")
+    ours, others = f"data-{on_ray.pipeline_name()}_1_0", "data-dataset_2_0"
+
+    def known() -> list[str]:
+        return ray.get(coordinator.__ray_call__.remote(lambda self: list(self._ongoing_reqs)))
+
+    def asked_for() -> set[str]:
+        return {ours, others} & set(known())
+
+    for name in (ours, others):
+        ray.get(coordinator.request_resources.remote(requester_id=name, resources=[{"CPU": 0.1}], expire_after_s=180))
+    forget_pipelines(30)
+    assert asked_for() == {ours, others}  # it may be alive
+    forget_pipelines(0)
+    assert asked_for() == {others}
+    ray.get(coordinator.cancel_request.remote(others))
+    columns = stream.in_order(lambda task: iter([{"crops": np.zeros((1, 1))}] * 50), 20, lambda: stream.Shape(1, 8, 1, 0.1))
+    next(columns)
+    assert any(name.startswith(f"data-{on_ray.pipeline_name()}_") for name in known()), "pipelines go by another name"
+    columns.close()

@@ -3,17 +3,20 @@
 One head for all of it, for each job costs ten seconds and a training twenty. Data and storage are in S3.
 """
 
+import http.server
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ray.job_submission import JobDetails
 
 import moco_ray
 from moco_ray import checkpoint, cli
@@ -22,7 +25,7 @@ from moco_ray.data.prototypes import drawn_prototypes
 from moco_ray.data.storage import Store
 from moco_ray.errors import UserError
 from moco_ray.grafana import dashboard
-from moco_ray.submit import STOP_SECONDS, entrypoint, environment
+from moco_ray.submit import STOP_SECONDS, entrypoint, environment, follow
 from tests.clusters import wait_until
 from tests.heads import JobHead
 from tests.test_gauges import expressions
@@ -46,15 +49,16 @@ def order(*words: str, **more: str):
 @pytest.mark.parametrize(
     "words, told",
     [
-        (["jobs/demo.toml", "--data", "s3://a/b", "--storage", "runs"], "--storage runs is a path of this machine"),
-        (["jobs/demo.toml", "--storage", "s3://a/b"], "data.uri data/fashion-mnist/train is a path of this machine"),
-        (["jobs/demo.toml", "--data", "s3://a/b", "--storage", "s3://c", "evaluation.query_uri=here/x"], "bank_uri data/fashion-mnist/train is a path"),
+        (["jobs/demo.toml", "--data", "s3://a/b", "--storage", "runs"], "--storage is runs, a path of this machine"),
+        (["jobs/demo.toml", "--storage", "s3://a/b"], "data.uri is data/fashion-mnist/train, a path of this machine"),
+        (["jobs/demo.toml", "--data", "s3://a/b", "--storage", "s3://c", "evaluation.query_uri=here/x"], "bank_uri is data/fashion-mnist/train, a path"),
         (["jobs/demo.toml", "--data", "s3://a/b", "--storage", "s3://c", "contrast.queue_key=1"], "queue_keys"),
         (["jobs/nothing.toml", "--data", "s3://a/b", "--storage", "s3://c"], "nothing.toml"),
-        (["evaluate", "runs/first"], "--place runs/first is a path of this machine"),
+        (["evaluate", "runs/first"], "RUN is runs/first, a path of this machine"),
         (["export", "s3://a/b", "--to", "timm"], "--output"),
         (["watch", "s3://a/b"], "runs on any machine"),
         (["nothing.sh"], "nothing.sh is not a file"),
+        (["jobs/demo.toml", "--data", "s3://a/b", "--storage", "s3://c", "--workers", "2:1"], "--workers 2:1"),
     ],
 )
 def test_what_can_only_fail_on_the_cluster_is_refused_here(words, told, monkeypatch):
@@ -75,8 +79,8 @@ def test_recipe_and_scripts_go_along_by_name_and_the_run_is_written_on_the_job(m
     assert brought["py_modules"] == [str(Path(moco_ray.__file__).parent)] and "py_modules" not in installed
     assert brought["env_vars"]["WORD"] == "1" and brought["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == str(STOP_SECONDS)
     (tmp_path / "mine.sh").write_text("true\n")
-    script = order("mine.sh", recipe, "s3://a/b")
-    assert entrypoint(script.words) == "exec bash mine.sh demo.toml s3://a/b" and script.files == [Path("mine.sh"), Path(recipe)]
+    script = order("mine.sh", recipe, "s3://a/b", recipe)
+    assert entrypoint(script.words) == "exec bash mine.sh demo.toml s3://a/b demo.toml" and script.files == [Path("mine.sh"), Path(recipe)]
 
 
 def test_options_of_submit_may_stand_anywhere_and_the_words_stay_in_order(monkeypatch):
@@ -102,6 +106,66 @@ def test_without_an_address_or_with_one_where_nothing_is_the_cure_is_told(monkey
     assert "nothing answers at http://127.0.0.1:1" in capsys.readouterr().err
     assert cli.main(["submit", "--address", "ray://127.0.0.1:1", "pack", "s3://a", "s3://b"]) == 2
     assert "dashboard" in capsys.readouterr().err
+
+
+def test_what_answers_but_is_no_job_server_is_told(capsys):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)  # 501 to everything
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        assert cli.main(["submit", "--address", f"http://127.0.0.1:{server.server_port}", "pack", "s3://a", "s3://b"]) == 2
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert "is no Ray job server" in capsys.readouterr().err
+
+
+class Client:
+    """Of a job whose log breaks off in the middle of a word, once; then the head is back."""
+
+    def __init__(self, statuses, code: int | None = None, said: str = ""):
+        self.statuses, self.breaks, self.code, self.said = statuses, 1, code, said
+
+    def get_job_info(self, _):
+        status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+        return JobDetails(type="SUBMISSION", status=status, entrypoint="", message="it waits", driver_exit_code=self.code)
+
+    def get_job_logs(self, _):
+        return self.said
+
+    async def tail_job_logs(self, _):
+        yield "one\nt"
+        if self.breaks:
+            self.breaks -= 1
+            raise RuntimeError("cut")
+        yield "wo\nthree\n"
+
+
+async def at_once(_):
+    pass
+
+
+def test_a_log_that_breaks_off_is_taken_up_where_it_was_and_a_head_that_stays_away_is_told(monkeypatch, capsys):
+    monkeypatch.setattr("moco_ray.submit.asyncio.sleep", at_once)
+    assert follow(Client(["PENDING", "RUNNING", "RUNNING", "SUCCEEDED"]), "http://h", "j") == 0
+    assert capsys.readouterr().out == "one\ntwo\nthree\n"
+    monkeypatch.setattr("moco_ray.submit.RECONNECT_SECONDS", -1.0)
+    with pytest.raises(UserError, match="does not answer .cut.; the job j may go on"):
+        follow(Client(["RUNNING"]), "http://h", "j")
+
+
+@pytest.mark.parametrize(
+    "status, code, said, left, told",
+    [
+        ("STOPPED", None, "", 143, "was stopped"),
+        ("FAILED", 2, "moco-ray: error: a mistake", 2, "its command left with code 2"),
+        ("FAILED", 1, "ModuleNotFoundError: No module named 'torch'\nx", 1, "needs what moco_ray needs"),
+        ("FAILED", None, "", 1, "it waits"),  # it never began: Ray's message
+    ],
+)
+def test_how_a_job_ended_is_its_exit_code_and_a_line(status, code, said, left, told, capsys):
+    client = Client([status], code, said)
+    client.breaks = 0
+    assert follow(client, "http://h", "j") == left and told in capsys.readouterr().err
 
 
 # --- on a head ----------------------------------------------------------------------------------------------------------
@@ -219,7 +283,9 @@ def test_the_backbone_is_exported_by_a_job_and_loads_elsewhere(story, place):
     assert moco_ray.load_backbone("s3://runs/backbone.safetensors").features == 512
 
 
-def test_a_job_that_fails_tells_why_and_leaves_with_its_code(place, tmp_path):
+def test_a_job_that_fails_tells_why_and_leaves_with_its_code(place, story, tmp_path):
+    code, words = place.run("pack", "s3://images/train", "s3://runs/packed", "--job-id", "first")
+    assert code == 2 and "has had a job first already" in words, words
     keys = ["--env", "AWS_ACCESS_KEY_ID=nobody", "--env", "AWS_SECRET_ACCESS_KEY=nothing"]
     code, words = place.run("pack", "s3://images/train", "s3://runs/packed", *keys)
     assert code == 2 and "s3://images" in words and "AWS_ACCESS_KEY_ID" in words and "Traceback" not in words, words

@@ -1,10 +1,10 @@
-"""What overlap is worth: the step rate of two ranks with it beside without it, in turns in the same processes.
+"""What overlap is worth, and gradients in bfloat16: the step rates of two ranks with and without, in turns in the same processes.
 
-    python -m tests.bench.overlap [--rounds 5] [--link 1gbit] [--only loopback|link]
+    python -m tests.bench.overlap [--rounds 9] [--link 1gbit] [--only loopback|link]
 
 gloo, one thread a rank, float32. Over the loopback, and, where it can be made (root, `ip` and `tc`), over one that carries no more than `--link` in
-all, as a slow cable does, in a network namespace. The ratio is the median over pairs of blocks of ten steps; before each block come
-two steps that are not counted. The shares are of rank 0's time in exchanges and in waiting for gradients. Results go to
+all, as a slow cable does, in a network namespace. The ratio is the median over pairs of blocks of five steps, each behind one
+that is not counted. The shares are of rank 0's time in exchanges and in waiting for gradients. Results go to
 tests/bench/results/overlap.json.
 """
 
@@ -30,7 +30,8 @@ from moco_ray.ranks import Ranks
 from moco_ray.recipe import Recipe
 from moco_ray.train import Outputs, train
 
-WARM_UP, BLOCK, WORLD = 2, 10, 2
+WARM_UP, BLOCK, WORLD = 1, 5, 2
+WAYS = WITHOUT, WITH, ROUNDED = "without overlap", "with overlap", "with overlap, gradients in bfloat16"
 CASES = {  # backbone, pixels, global batch, group, K
     "ResNet-10, 64 pixels, B 64, K 4096": ("resnet10", 64, 64, 8, 4096),
     "ResNet-18, 64 pixels, B 32, K 65536": ("resnet18", 64, 32, 4, 65536),
@@ -63,24 +64,29 @@ def measure(ranks: Ranks, backbone: str, pixels: int, rows: int, group: int, key
         "contrast": {"queue_keys": keys}, "augment": {"image_pixels": pixels}, "schedule": {"steps": 10**6},
         "run": {"checkpoint_every_steps": 10**6, "images_every_steps": 0},
     })  # fmt: skip
-    plan, learner, own = Plan(recipe, 1_280_000), Learner.new(recipe), rows_of(Plan(recipe, 1_280_000), ranks.world, ranks.rank)
+    rounded = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"gradient_reduction": "bfloat16"})})
+    plans = {name: Plan(rounded if name == ROUNDED else recipe, 1_280_000) for name in WAYS}
+    learner, own = Learner.new(recipe), rows_of(plans[WITH], ranks.world, ranks.rank)
     crops = np.random.default_rng(ranks.rank).integers(0, 256, (len(own), 2, pixels, pixels, 3), dtype=np.uint8)
     positions = torch.arange(own.start, own.stop)
-    batch, blocks = Batch(0, torch.from_numpy(crops), positions, positions), {True: [], False: []}
-    for _ in range(rounds):
-        for overlap in (True, False):
+    batch, blocks = Batch(0, torch.from_numpy(crops), positions, positions), {name: [] for name in WAYS}
+    for number in range(rounds):
+        for name in WAYS if number % 2 else reversed(WAYS):
             block, first = Block(batch), learner.step
             outputs = Outputs(lambda *_: None, lambda learner: None, None, lambda step, b=block, f=first: b.completed(f, step), parts=block.parts)
             try:
-                train(learner, block.batches(), plan, ranks, outputs, overlap)
+                train(learner, block.batches(), plans[name], ranks, outputs, overlap=name != WITHOUT)
             except StopIteration:
-                blocks[overlap].append(block)
-    ratios = [apart.seconds / together.seconds for together, apart in zip(blocks[True], blocks[False], strict=True)]
-    found = {"ratio": statistics.median(ratios), "ratios_of_rounds": [round(ratio, 3) for ratio in ratios]}
-    for overlap, name in ((True, "with"), (False, "without")):
-        found[f"steps_per_second_{name}"] = BLOCK / statistics.median(block.seconds for block in blocks[overlap])
-        for part in ("exchange", "all-reduce"):
-            found[f"{part}_share_{name}"] = round(statistics.median(block.shares[part] for block in blocks[overlap]), 4)
+                blocks[name].append(block)
+    found = {}
+    for name in WAYS:
+        ratios = [apart.seconds / one.seconds for one, apart in zip(blocks[name], blocks[WITHOUT], strict=True)]
+        found[name] = {
+            "ratio": round(statistics.median(ratios), 3),
+            "ratios_of_rounds": [round(ratio, 3) for ratio in ratios],
+            "steps_per_second": BLOCK / statistics.median(block.seconds for block in blocks[name]),
+            **{f"{part}_share": round(statistics.median(block.shares[part] for block in blocks[name]), 4) for part in ("exchange", "all-reduce")},
+        }
     return found
 
 
@@ -121,7 +127,7 @@ def over_a_slow_link(rounds: int, link: str) -> dict | None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--link", default="1gbit")
     parser.add_argument("--only", choices=("loopback", "link"))
     parser.add_argument("--rank", type=int)
@@ -136,7 +142,8 @@ if __name__ == "__main__":
         results["loopback"] = both(arguments.rounds)
     if arguments.only != "loopback":
         results[arguments.link] = over_a_slow_link(arguments.rounds, arguments.link)
-    for where, cases in results.items():
-        for case, found in (cases or {}).items() if where != "threads a rank" else ():
-            print(f"{where}, {case}: {found['ratio']:.3f} times the rate  {found['ratios_of_rounds']}")
+    for where in results.keys() - {"threads a rank"}:
+        for case, found in (results[where] or {}).items():
+            for name in WAYS[1:]:
+                print(f"{where}, {case}, {name}: {found[name]['ratio']:.3f} times the rate  {found[name]['ratios_of_rounds']}")
     path.write_text(json.dumps(results, indent=1) + "\n")
