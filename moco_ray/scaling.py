@@ -5,9 +5,10 @@ facts (cluster_facts.py), for what is sent (traffic.py) nor for how it is told (
 two to four ranks: tests/bench/results/scaling.md.
 
 A step of the busiest rank: the key encoder; the query encoder's forward, and behind it the gather of the keys; its backward, and
-behind that the all-reduce of gradients by DDP's buckets; then what is fixed (optimizer, momentum). Behind all of it the exchange
-of the next step's key crops, one all-to-all of uint8. What is sent at the same time shares the network evenly. Input, and the
-saving of checkpoints, go on beside the steps.
+behind that the all-reduce of gradients by DDP's buckets; then what is fixed (optimizer, momentum). From the step's beginning on
+the exchange of the next step's key crops, one all-to-all of uint8. What is begun first is sent first: keys wait for crops that are
+still on their way, which is pessimistic where a network shares itself evenly. Input, and the saving of checkpoints, go on
+beside the steps.
 """
 
 import math
@@ -25,8 +26,8 @@ class Parts(NamedTuple):
     """Seconds of a step that nothing else hides, on the busiest rank. Their sum is the step."""
 
     encoder: float  # both, with loss, optimizer and momentum
-    exchange: float  # of uint8 crops: what the step before does not hide
-    gather: float  # of keys: what the queries' forward does not hide
+    exchange: float  # of uint8 crops: what the forward passes of the step before do not hide
+    gather: float  # of keys: what the queries' forward does not hide, but for the crops before them
     all_reduce: float  # of gradients: what the backward does not hide
     signals: float  # small collectives: sums for the record, the look at the dictionary, the queue's fingerprint
     checkpoint: float  # the copy to host memory, as a mean over steps
@@ -137,7 +138,7 @@ def _parts(place: Placed, step_seconds: float, input_bytes: float) -> Parts:
 
 
 def _unhidden(place: Placed, ring: Ring, exchange: float, of_rows: float) -> tuple[float, float, float]:
-    """Seconds of the exchange, of the gather and of the all-reduce that are waited for. Alone the exchange takes `exchange`, from the step's
+    """Seconds of the exchange, of the gather and of the all-reduce that are waited for. The exchange takes `exchange` from the step's
     beginning on; `of_rows` are computed.
     """
     load, facts, passes = place.load, place.facts.gpu, place.rows_of_passes
@@ -145,14 +146,9 @@ def _unhidden(place: Placed, ring: Ring, exchange: float, of_rows: float) -> tup
     first, last = (rows / place.rows / load.directions for rows in (passes[0], passes[-1]))
     gather = load.directions * ring.gather_seconds(place.rows * load.key_bytes)
 
-    exchange = max(0.0, exchange - forward)  # left when the keys are encoded
-    shared = min(gather, exchange)
-    wait = max(0.0, gather + shared - forward * first)  # the first pass of queries is over, and its keys are not there
-    until_last = wait + forward + backward * (1 - last)
-    exchange = max(0.0, exchange - shared - max(0.0, until_last - gather - shared))
-    sizes = [size * load.gradient_wire for size in buckets(load.gradients)]
-    all_reduce, exchange = unhidden(sizes, ring, backward * last, exchange)
-    return max(0.0, exchange - facts.fixed_seconds), wait, all_reduce
+    wait = max(0.0, max(0.0, exchange - forward) + gather - forward * first)  # the first pass of queries is over, and its keys are not there
+    of_gather = min(gather, wait)
+    return wait - of_gather, of_gather, unhidden([size * load.gradient_wire for size in buckets(load.gradients)], ring, backward * last)
 
 
 def _bound(parts: Parts) -> str:

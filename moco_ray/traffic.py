@@ -84,21 +84,17 @@ def buckets(gradients: Sequence[int]) -> list[int]:
     return found + [filled] if filled else found
 
 
-def unhidden(sizes: Sequence[float], ring: Ring, backward_seconds: float, under_way: float = 0.0) -> tuple[float, float]:
-    """Seconds that the all-reduces of these buckets go on after the backward, and that are then left of an exchange.
+def unhidden(sizes: Sequence[float], ring: Ring, backward_seconds: float) -> float:
+    """Seconds that the all-reduces of these buckets go on after the backward.
 
-    The exchange would take `under_way` seconds more with the network to itself. Gradients come evenly over the backward, by
-    bytes. That is pessimistic for a ResNet: its last layers, whose gradients come first, have most parameters and little work.
+    Gradients come evenly over the backward, by bytes. That is pessimistic for a ResNet: its last layers, whose gradients come
+    first, have most parameters and little work.
     """
     done, ready = 0.0, 0.0
     for size in sizes:
         ready += size
-        begins = max(done, backward_seconds * ready / sum(sizes))
-        under_way = max(0.0, under_way - (begins - done))
-        takes = ring.reduce_seconds(size)
-        shared = min(takes, under_way)
-        done, under_way = begins + takes + shared, under_way - shared
-    return max(0.0, done - backward_seconds), max(0.0, under_way - max(0.0, backward_seconds - done))
+        done = max(done, backward_seconds * ready / sum(sizes)) + ring.reduce_seconds(size)
+    return max(0.0, done - backward_seconds)
 
 
 def rows_leaving(plan: Plan, groups: range) -> float:
