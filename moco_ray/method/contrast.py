@@ -14,7 +14,7 @@ class Contrast(NamedTuple):
     """Per row; only `loss` carries a gradient (to q)."""
 
     loss: Tensor  # N: -log softmax of the positive among K+1
-    rank: Tensor  # N int64: queued keys at least as similar as the own key; 0 is a right choice
+    rank: Tensor  # N int64: queued keys at least as similar as the own key, counted up to 2^24 in float32; 0 is a right choice
     positive_similarity: Tensor  # N: cosine of q and its key
     negative_similarity: Tensor  # N: mean cosine of q and the queued keys
 
@@ -44,20 +44,21 @@ class _QueueNCE(torch.autograd.Function):
         given, dtype = q.dtype, torch.promote_types(q.dtype, torch.float32)
         q, k = q.to(dtype), k.to(dtype)
         scaled = q / temperature
+        columns = scaled.T.contiguous()  # C,N: the product takes up to half as long again where they lie otherwise
         positive = (scaled * k).sum(1)  # N
         rising = temperature < LOWEST_PLAIN_TEMPERATURE
         peak = positive.clone() if rising else torch.zeros_like(positive)  # N: what is subtracted from all logits
         own = (positive - peak).exp()  # N
         total, pull = own.clone(), k * own[:, None]  # N; N,C: sum of softmax weight times key
         tie = positive - 8 * torch.finfo(dtype).eps / temperature  # N; equal keys differ by rounding alone
-        rank, negative = torch.zeros_like(positive, dtype=torch.int64), torch.zeros_like(positive)
+        rank, negative = torch.zeros_like(positive), torch.zeros_like(positive)
         size = chunk_keys(len(q), q.device)
         held = [q.new_empty(min(size, len(queue)), len(q)) for _ in range(2)]
         for keys in queue.split(size):
             # One column a query: a chunk is then the product's large side, whose rows lie as they are read.
             logits, beaten = (one[: len(keys)] for one in held)  # chunk,N
-            torch.mm(keys.to(dtype), scaled.T, out=logits)
-            rank += torch.ge(logits, tie, out=beaten).sum(0).long()  # in floats: a comparison to bool takes thrice the time
+            torch.mm(keys.to(dtype), columns, out=logits)
+            rank += torch.ge(logits, tie, out=beaten).sum(0)  # in floats: a comparison to bool takes thrice the time
             negative += logits.sum(0)
             if rising:
                 higher = torch.maximum(peak, logits.amax(0))
@@ -69,6 +70,7 @@ class _QueueNCE(torch.autograd.Function):
             pull.addmm_(weights.T, keys.to(dtype))
         ctx.save_for_backward(((pull / total[:, None] - k) / temperature).to(given))
         similarity, negative = positive * temperature, negative * (temperature / len(queue))
+        rank = rank.long()
         ctx.mark_non_differentiable(rank, similarity, negative)
         return total.log() + peak - positive, rank, similarity, negative
 
