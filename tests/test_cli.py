@@ -93,6 +93,8 @@ PRETRAIN = ("pretrain", "small.toml", "--data", "images")
         (("resume", "images"), "is no run folder"),
         (("evaluate", "images"), "is no run folder"),
         (("show-plan", "small.toml", "--rows", "7"), "7 rows, fewer than"),
+        (("show-plan", "small.toml", "--rows", "12", "--workers", "1:5"), "more workers than the 4 BatchNorm groups"),
+        (("show-plan", "small.toml", "--rows", "12", "--workers", "0"), "at least one worker"),
         (("show-plan", "small.toml", "--data", "images", "--rows", "7"), "contradicts the data set's 12 rows"),
     ],
 )  # fmt: skip
@@ -247,6 +249,20 @@ def test_show_plan_warns_of_what_will_go_wrong(place, capsys):
         == 0
     )
     assert "batch norm leaks" in capsys.readouterr().out
+
+
+def test_show_plan_of_a_range_of_workers_shows_both_ends(place, capsys):
+    words = ["show-plan", "small.toml", "--data", "images", "--at-step", "0"]
+    shown = {}
+    for workers in ("2:3", "2", "3"):
+        assert main([*words, "--workers", workers]) == 0
+        shown[workers] = capsys.readouterr().out.splitlines()
+    assert "workers        2:3 of at most 4; efficiency 100% with 2, 67% with 3" in shown["2:3"]
+    for end in ("2", "3"):
+        for line in shown[end]:
+            if line.startswith(("segments", "reading", "memory", "at step")):
+                assert f"{line[:15]}{end} workers: {line[15:]}" in shown["2:3"]
+    assert shown["2"][0] == shown["2:3"][0] and len(shown["2:3"]) == len(shown["3"]) + 3 + 2
 
 
 def test_efficiency_of_workers_that_do_not_divide_the_groups():
