@@ -273,6 +273,7 @@ def test_ray_s_own_command_submits_it_again_and_it_goes_on_to_the_end(story):
     code, words = story.again
     assert code == 0 and f"its newest checkpoint is of step {story.saved_at}" in words and "succeeded" in words, words
     assert steps_of(story.run) == list(range(1, STEPS + 1))
+    assert json.loads(story.run.read("lease.json"))["job"] == "second"
     first = json.loads(story.run.read("run.json"))
     assert first["versions"]["moco_ray"] and len(first["git_commit"]) == 40  # the package was brought, without a checkout
 
