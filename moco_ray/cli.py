@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     _recipe_arguments(pretrain)
     pretrain.add_argument("--workers", default="1", metavar="N|MIN:MAX", help=WORKERS + " (1)")
     pretrain.add_argument(
-        "--storage", default="runs", help="folder or URI that holds the run folders; on a cluster a shared one (runs)"
+        "--storage", help="folder or URI that holds the run folders; on a cluster a shared one (runs)"
     )
     begin = pretrain.add_mutually_exclusive_group()
     begin.add_argument("--continue", dest="go_on_from", metavar="FILE", help="carry a run of the released MoCo on: its whole .pth.tar, with queue and optimizer")
@@ -183,7 +183,7 @@ def _pretrain(arguments: argparse.Namespace) -> None:
     from moco_ray.run_folder import RunFolder
 
     recipe, profile_steps = _read_recipe(arguments), _profile_steps(arguments)
-    folder = RunFolder.at(arguments.storage, arguments.name or Path(arguments.recipe).stem)
+    folder = RunFolder.at(arguments.storage or "runs", arguments.name or Path(arguments.recipe).stem)
     from moco_ray import launch  # takes seconds to import, so mistakes in the recipe are told before
     from moco_ray.plan import Workers
 
