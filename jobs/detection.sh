@@ -18,6 +18,9 @@
 # Words after the script's name go to the command: sh jobs/detection.sh --steps 2000 --batch-size 16
 set -eu
 
-exec ${MOCO_RAY:-moco-ray} detect "${BACKBONE:?}" --images "${IMAGES:?}" --annotations "${ANNOTATIONS:?}" \
+cure="is not set; the first lines of this script tell what it needs"
+( : "${BACKBONE:?$cure}" "${IMAGES:?$cure}" "${ANNOTATIONS:?$cure}" "${OUTPUT:?$cure}" ) || exit 2
+
+exec ${MOCO_RAY:-moco-ray} detect "$BACKBONE" --images "$IMAGES" --annotations "$ANNOTATIONS" \
   ${TEST_IMAGES:+--test-images "$TEST_IMAGES"} ${TEST_ANNOTATIONS:+--test-annotations "$TEST_ANNOTATIONS"} \
-  --output "${OUTPUT:?}" --steps 1000 --batch-size 8 --image-pixels 480 "$@"
+  --output "$OUTPUT" --steps 1000 --batch-size 8 --image-pixels 480 "$@"

@@ -18,7 +18,9 @@
 # are overrides (section.key=value) go to pretrain; the name of the recipe's file may stand among them.
 set -eu
 
-: "${RECIPE:?}" "${IMAGES:?}" "${STORAGE:?}" "${NAME:?}"
+cure="is not set; the first lines of this script tell what it needs"
+( : "${RECIPE:?$cure}" "${IMAGES:?$cure}" "${STORAGE:?$cure}" "${NAME:?$cure}" ) || exit 2
+[ -z "${BANK:-}${QUERIES:-}" ] || ( : "${BANK:?goes with QUERIES; set both or neither}" "${QUERIES:?goes with BANK; set both or neither}" ) || exit 2
 ray=${MOCO_RAY:-moco-ray}
 packed=$STORAGE/packed/$NAME run=$STORAGE/runs/$NAME backbone=$STORAGE/backbones/$NAME.safetensors
 
@@ -27,10 +29,10 @@ for word do # the recipe's own name is no override
   case $word in *=*) set -- "$@" "$word" ;; esac
 done
 
-$ray show-plan "$RECIPE" --data "$IMAGES" "$@" # a mistake in the recipe or the place of the images is told before hours of packing
+$ray show-plan "$RECIPE" --data "$IMAGES" --workers "${WORKERS:-1}" "$@" # a mistake in the recipe, the workers or the place of the images is told before hours of packing
 $ray pack "$IMAGES" "$packed" ${SHORT_SIDE:+--short-side "$SHORT_SIDE"}
 $ray pretrain "$RECIPE" --data "$packed" --storage "$STORAGE/runs" --name "$NAME" --workers "${WORKERS:-1}" "$@"
 if [ -n "${BANK:-}" ]; then
-  $ray evaluate "$run" --bank "$BANK" --queries "${QUERIES:?}"
+  $ray evaluate "$run" --bank "$BANK" --queries "$QUERIES"
 fi
 exec $ray export "$run" --to safetensors --output "$backbone"

@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     _recipe_arguments(pretrain)
     pretrain.add_argument("--workers", default="1", metavar="N|MIN:MAX", help=WORKERS + " (1)")
     pretrain.add_argument(
-        "--storage", default="runs", help="folder or URI that holds the run folders; on a cluster a shared one (runs)"
+        "--storage", help="folder or URI that holds the run folders; on a cluster a shared one (runs)"
     )
     begin = pretrain.add_mutually_exclusive_group()
     begin.add_argument("--continue", dest="go_on_from", metavar="FILE", help="carry a run of the released MoCo on: its whole .pth.tar, with queue and optimizer")
@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     plan = command("show-plan", _show_plan, "print what a recipe means: steps, groups, rates, memory, warnings")
     _recipe_arguments(plan)
     plan.add_argument("--rows", type=int, help="number of images, where no data set is given")
-    plan.add_argument("--workers", type=int, help="for the efficiency of this many workers (1)")
+    plan.add_argument("--workers", metavar="N|MIN:MAX", help="for the efficiency and memory of this many workers, of a range for both its ends (1)")
     plan.add_argument("--at-step", type=int, metavar="STEP", help="also tell what a resume at this step would open")
     plan.add_argument("--gpus", metavar="MIN:MAX", help="instead: predicted speed, load, hours and money on so many GPUs, for example 8:1024")
     plan.add_argument("--cluster", metavar="FILE", help="with --gpus: TOML of your cluster's facts, for example infra/cluster_facts.toml")
@@ -183,7 +183,7 @@ def _pretrain(arguments: argparse.Namespace) -> None:
     from moco_ray.run_folder import RunFolder
 
     recipe, profile_steps = _read_recipe(arguments), _profile_steps(arguments)
-    folder = RunFolder.at(arguments.storage, arguments.name or Path(arguments.recipe).stem)
+    folder = RunFolder.at(arguments.storage or "runs", arguments.name or Path(arguments.recipe).stem)
     from moco_ray import launch  # takes seconds to import, so mistakes in the recipe are told before
     from moco_ray.plan import Workers
 
@@ -229,11 +229,12 @@ def _show_plan(arguments: argparse.Namespace) -> None:
     recipe, facts = _read_recipe(arguments), arguments.cluster or arguments.fact
     with _spread(arguments) as spread:
         if arguments.gpus is None:
+            from moco_ray.plan import Workers
             from moco_ray.show_plan import describe
 
             if facts:
                 raise UserError("--cluster and --fact go with --gpus: give the range of GPUs, as --gpus 8:1024")
-            print(describe(recipe, arguments.rows, 1 if arguments.workers is None else arguments.workers, arguments.at_step, spread))
+            print(describe(recipe, arguments.rows, Workers.of(arguments.workers or "1"), arguments.at_step, spread))
             return
         from moco_ray.cluster_facts import ClusterFacts
         from moco_ray.show_scale import describe_scale

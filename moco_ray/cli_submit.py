@@ -11,6 +11,7 @@ PLACES = {  # of a command's arguments -> what its user calls them
     **{name: f"--{name.replace('_', '-')}" for name in ("storage", "data", "output", "bank", "queries", "warm_start", "images", "annotations")},
     **dict.fromkeys(("place", "folder"), "RUN"), "source": "SOURCE", "target": "TARGET", "file": "FILE", "go_on_from": "--continue",
 }  # fmt: skip
+SHARED = "give a URI, or the whole path of a folder that all nodes share"
 NOT_AS_JOBS = ("submit", "watch", "runs")
 ABOUT = (
     "run a command as a job of a Ray cluster and follow its log: `moco-ray submit --address http://HEAD:8265 jobs/NAME.toml --data s3://.. "
@@ -70,9 +71,12 @@ def order_of(words: list[str], checked: Callable[[list[str]], argparse.Namespace
         raise UserError(f"`{words[0]}` runs on any machine, without a cluster: give it without submit")
     arguments = checked(words)
     refuse_local_places(arguments)
-    facts, name = {"command": words[0]}, words[0]
     file = {"pretrain": "recipe", "doctor": "what"}.get(words[0], "")  # the argument that is a recipe's file
-    if file and (file := getattr(arguments, file)).endswith(".toml"):
+    file = getattr(arguments, file) if file else ""
+    if file.endswith(".toml") and not arguments.storage:
+        raise UserError(f"--storage is not given, and its default, runs, is a folder that only one machine of the cluster would see; {SHARED}")
+    facts, name = {"command": words[0]}, words[0]
+    if file.endswith(".toml"):
         from moco_ray.plan import Workers
         from moco_ray.recipe import Recipe
 
@@ -99,7 +103,7 @@ def refuse_local_places(arguments: argparse.Namespace) -> None:
 
 def refuse_local(what: str, place: str) -> None:
     if place and "://" not in place and not place.startswith("/"):
-        raise UserError(f"{what} is {place}, a path of this machine, which the cluster does not see; give a URI, or the whole path of a folder that all nodes share")
+        raise UserError(f"{what} is {place}, a path of this machine, which the cluster does not see; {SHARED}")
 
 
 def variables(words: list[str], stop_seconds: int | None) -> dict[str, str]:

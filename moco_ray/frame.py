@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from moco_ray.pace import seconds_left
 from moco_ray.record import Record, State
 from moco_ray.words import age, duration, plural
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 LABEL, VALUE = 13, 24  # letters of a row before its sparkline
 EVENTS_SHOWN = 5
-RATE_RECORDS = 10  # of which the middle is the speed now
 PLAIN, STRONG, ALARM, FAINT = "", "1", "1;31", "2"  # as SGR numbers of a terminal
 
 
@@ -109,21 +109,13 @@ def _progress(record: Record, state: State, width: int) -> str:
     share = min(1.0, step / plan.total_steps)
     words = f"step {step}/{plan.total_steps}"
     rest = f"{share:.0%} · epoch {step / plan.steps_per_epoch:.2f}/{plan.epochs:.4g}"
-    if state.word == "running" and (left := seconds_left(record)) is not None:
+    if state.word == "running" and (left := seconds_left(plan, record.training, step)) is not None:
         rest += f" · {duration(left)} left"
     room = min(40, width - len(words) - len(rest) - 2)
     if room < 5:
         return f"{words} {rest}"
     full = round(share * room)
     return f"{words} {'█' * full}{'░' * (room - full)} {rest}"
-
-
-def seconds_left(record: Record) -> float | None:
-    """To the last step at the speed of now, evaluations and checkpoints not counted; None before there is a speed."""
-    rates = sorted(e["images_per_second"] for e in record.training[-RATE_RECORDS:] if e.get("images_per_second", 0) > 0)
-    if not rates:
-        return None
-    return (record.plan.total_steps - record.step) * record.plan.recipe.batch.global_batch_size / rates[len(rates) // 2]
 
 
 def _rows(record: Record, width: int) -> list[Line]:

@@ -75,22 +75,26 @@ def pretrain(recipe: Recipe, folder: RunFolder, workers: Workers, begin: Begin, 
         with Lease.acquire(folder.store, _say) as lease:
             untouched = not attempts.numbers(folder.store)
             state = released_state(begin.released, surveyed.plan) if begin.released and untouched else None
-            if folder.holds(recipe, surveyed.manifest):
-                if _finished(folder, surveyed) and not Standing.read(folder.store).waiting:
-                    _say(f"{folder.place} holds this run, and it is finished: nothing to do; another --name starts a new one")
-                    return
+            held = folder.holds(recipe, surveyed.manifest)
+            if held and _finished(folder, surveyed) and not Standing.read(folder.store).waiting:
+                _say(f"{folder.place} holds this run, and it is finished: nothing to do; another --name starts a new one")
+                return
+            if held:
                 _say_where(folder)
-                folder.update(recipe, surveyed.manifest)
             else:
                 for warning in [*surveyed.plan.warnings(), *surveyed.manifest.warnings]:
                     _say(f"warning: {warning}")
-                if begin.backbone:
-                    keep(folder, begin.backbone)
-                folder.create(recipe, surveyed.plan, surveyed.manifest)
-            if state:
-                facts = about(recipe, surveyed.manifest, surveyed.plan)
-                checkpoint.save(folder.store, state["step"], 0, checkpoint.pack(state, facts), facts, recipe.run.keep_checkpoints)
-            _carry(surveyed, folder, workers, lease, debug, profile_steps)
+            with ray_session(workers, debug) as room:  # before the folder becomes a run: a cluster without room refuses it
+                if held:
+                    folder.update(recipe, surveyed.manifest)
+                else:
+                    if begin.backbone:
+                        keep(folder, begin.backbone)
+                    folder.create(recipe, surveyed.plan, surveyed.manifest)
+                if state:
+                    facts = about(recipe, surveyed.manifest, surveyed.plan)
+                    checkpoint.save(folder.store, state["step"], 0, checkpoint.pack(state, facts), facts, recipe.run.keep_checkpoints)
+                _carry(surveyed, folder, Outlook(room, workers), lease, debug, profile_steps)
 
 
 def resume(folder: RunFolder, workers: Workers | None, overrides: list[str], debug: bool = False, profile_steps: int = 0) -> None:
@@ -112,9 +116,9 @@ def resume(folder: RunFolder, workers: Workers | None, overrides: list[str], deb
         folder.refuse_other_data(surveyed.manifest, recipe.data.uri)
         if _finished(folder, surveyed) and not Standing.read(folder.store).waiting:
             raise UserError(f"{folder.place} is finished: all {surveyed.plan.total_steps} steps are done")
-        with Lease.acquire(folder.store, _say) as lease:
+        with Lease.acquire(folder.store, _say) as lease, ray_session(workers, debug) as room:
             folder.update(recipe, surveyed.manifest)
-            _carry(surveyed, folder, workers, lease, debug, profile_steps)
+            _carry(surveyed, folder, Outlook(room, workers), lease, debug, profile_steps)
 
 
 class Surveyed(NamedTuple):
@@ -147,44 +151,42 @@ def _finished(folder: RunFolder, surveyed: Surveyed) -> bool:
     return last.step >= surveyed.plan.total_steps
 
 
-def _carry(surveyed: Surveyed, folder: RunFolder, workers: Workers, lease: Lease, debug: bool, profile_steps: int) -> None:
-    plan, run = surveyed.plan, folder.store
+def _carry(surveyed: Surveyed, folder: RunFolder, outlook: Outlook, lease: Lease, debug: bool, profile_steps: int) -> None:
+    plan, run, (room, workers) = surveyed.plan, folder.store, outlook
     last = checkpoint.newest(run)
     start = last.step if last else 0
-    with ray_session(workers, debug) as room:
-        if workers.elastic and os.environ.get("RAY_ADDRESS") and not room.on_gpus:
-            _say("no GPU in the cluster: the workers will use CPUs, also on GPU nodes that join later")
-        if os.environ.get("RAY_ADDRESS"):
-            keep_helpers_here()
-        if request := folder.last_request():
-            forget(request)
-        driver = living().get(ray.get_runtime_context().get_node_id(), "")
-        first_attempt = max(attempts.numbers(run), default=0) + 1
-        board = start_board(first_attempt)
-        journal = Journal(run, plan, start, lease.confirm)
-        progress = Progress(plan, start)
-        evaluations = Evaluations(run, plan, surveyed.sets, room.helpers, journal.evaluated)
-        # A run that carries on one of the released code began at that one's step.
-        gallery = Gallery(surveyed.manifest, plan, min((attempt.from_step for attempt in attempts.all_of(run)), default=start))
-        gauges = Gauges(run.uri.rstrip("/").rpartition("/")[2], plan)
-        try:
-            outlook = Outlook(room, workers)
-            with Desk(board, journal, progress, plan, lease, evaluations, outlook, gallery, gauges) as desk, stoppable(desk.stop):
-                if start < plan.total_steps:
-                    sets = None if evaluations.beside else surveyed.sets
-                    _fit(Job(run.uri, str(workers), board, driver, sets, profile_steps, first_attempt), folder, workers, room, debug)
-                if not _finished(folder, surveyed):
-                    raise UserError(f"the workers ended before the last step; `moco-ray resume {folder.place}` goes on")
-                desk.finish_evaluations()
-            forget_pipelines(0)
-            with contextlib.suppress(UserError):  # those that were kept for their evaluation
-                checkpoint.prune(run, checkpoint.newest(run), plan.recipe.run.keep_checkpoints)
-            journal.draw(run.uri.rstrip("/").rpartition("/")[2])
-        finally:
-            evaluations.close()
-            gallery.close()
-            progress.close()
-            journal.close()
+    if workers.elastic and os.environ.get("RAY_ADDRESS") and not room.on_gpus:
+        _say("no GPU in the cluster: the workers will use CPUs, also on GPU nodes that join later")
+    if os.environ.get("RAY_ADDRESS"):
+        keep_helpers_here()
+    if request := folder.last_request():
+        forget(request)
+    driver = living().get(ray.get_runtime_context().get_node_id(), "")
+    first_attempt = max(attempts.numbers(run), default=0) + 1
+    board = start_board(first_attempt)
+    journal = Journal(run, plan, start, lease.confirm)
+    progress = Progress(plan, start)
+    evaluations = Evaluations(run, plan, surveyed.sets, room.helpers, journal.evaluated)
+    # A run that carries on one of the released code began at that one's step.
+    gallery = Gallery(surveyed.manifest, plan, min((attempt.from_step for attempt in attempts.all_of(run)), default=start))
+    gauges = Gauges(run.uri.rstrip("/").rpartition("/")[2], plan)
+    try:
+        with Desk(board, journal, progress, plan, lease, evaluations, outlook, gallery, gauges) as desk, stoppable(desk.stop):
+            if start < plan.total_steps:
+                sets = None if evaluations.beside else surveyed.sets
+                _fit(Job(run.uri, str(workers), board, driver, sets, profile_steps, first_attempt), folder, workers, room, debug)
+            if not _finished(folder, surveyed):
+                raise UserError(f"the workers ended before the last step; `moco-ray resume {folder.place}` goes on")
+            desk.finish_evaluations()
+        forget_pipelines(0)
+        with contextlib.suppress(UserError):  # those that were kept for their evaluation
+            checkpoint.prune(run, checkpoint.newest(run), plan.recipe.run.keep_checkpoints)
+        journal.draw(run.uri.rstrip("/").rpartition("/")[2])
+    finally:
+        evaluations.close()
+        gallery.close()
+        progress.close()
+        journal.close()
 
 
 def _fit(job: Job, folder: RunFolder, workers: Workers, room: Room, debug: bool) -> None:

@@ -9,6 +9,7 @@ checkpoint.py's to disbelieve; how an object is replaced by one process only is 
 import contextlib
 import json
 import os
+import shlex
 import socket
 import threading
 import time
@@ -23,6 +24,7 @@ from moco_ray.data.storage import Store
 from moco_ray.errors import UserError
 
 NAME = "lease.json"
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # of a Ray job's driver: JSON
 BEAT_SECONDS = 5.0
 EXPIRES_SECONDS = 30.0
 CONTENT_BYTES = (
@@ -154,9 +156,10 @@ class Lease:
             raise self._carried(self._object.read())
 
     def _carried(self, held: Held | None) -> UserError:
-        return UserError(
-            f"{self._run.place('')} is being carried by {_holder(_parsed(held))}; wait for it, or stop it there"
-        )
+        facts = _parsed(held)
+        job = _job(facts)
+        end = f"end it with `ray job stop {job}` at its cluster" if job else "stop it there"
+        return UserError(f"{self._run.place('')} is being carried by {_holder(facts)}; wait for it, or {end}")
 
     def _renew(self) -> None:
         """Change the lease at each beat, until the end or until it is another's."""
@@ -197,7 +200,17 @@ def _this_process() -> dict[str, Any]:
         "pid_namespace": _pid_namespace(),
         "pid": os.getpid(),
         "process_start": _start_of(os.getpid()),
+        **({"job": job} if (job := _own_job()) else {}),
     }
+
+
+def _own_job() -> str:
+    """The submission id of the Ray job that this process is the driver of; "" outside one. Ray 2.60 gives it to a driver in this variable alone."""
+    try:
+        found = json.loads(os.environ.get(JOB_CONFIG, "{}"))["metadata"]["job_submission_id"]
+    except (ValueError, LookupError, TypeError):
+        return ""
+    return found if isinstance(found, str) else ""
 
 
 def _here(other: dict[str, Any]) -> bool:
@@ -244,5 +257,11 @@ def _parsed(held: Held | None) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _job(facts: dict[str, Any]) -> str:
+    """Of a holder within a Ray job, as the shell takes it; "" of others, and of earlier releases."""
+    return shlex.quote(facts["job"]) if isinstance(facts.get("job"), str) and facts["job"] else ""
+
+
 def _holder(facts: dict[str, Any]) -> str:
-    return str(facts.get("holder") or "an unknown process")
+    job = f" (Ray job {facts['job']})" if _job(facts) else ""
+    return str(facts.get("holder") or "an unknown process") + job

@@ -1,11 +1,14 @@
 """The progress of a run as a person at a terminal sees it. Not here: where the numbers come from."""
 
+import math
 import sys
 import time
+from collections import deque
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from moco_ray.pace import RATE_RECORDS, seconds_left
 from moco_ray.plan import Plan
 from moco_ray.words import duration
 
@@ -17,7 +20,9 @@ class Progress:
 
     def __init__(self, plan: Plan, start_step: int, out: TextIO = sys.stderr):
         self._plan, self._total, self._epochs, self._out = plan, plan.total_steps, plan.epochs, out
-        self._step_seconds, self._last_line, self._knn = 0.0, -LINE_SECONDS, ""
+        self._last_line, self._knn = -LINE_SECONDS, ""
+        self._written: deque[dict[str, Any]] = deque(maxlen=RATE_RECORDS)  # what metrics.jsonl ends with, as who watches the run reads it
+        self._again: deque[dict[str, Any]] = deque(maxlen=RATE_RECORDS)  # computed again after a restart, and written by none
         self._safe_step, self._reached = start_step, start_step
         self._bar = None
         if out.isatty():
@@ -32,12 +37,15 @@ class Progress:
         if "loss" not in entry:
             return
         self._reached = max(self._reached, entry["step"])
+        records = self._written if new else self._again
+        records.append(entry)
+        left = seconds_left(self._plan, list(records), entry["step"])
         where = f"epoch {entry['epoch']:.2f}/{self._epochs:.4g} · step {entry['step']}/{self._total}"
         if not new:
             where += f" again, up to {self._reached}"
         state = (
             f"loss {entry['loss']:.3f} (chance {entry['chance_loss']:.2f}) · {entry['images_per_second']:.0f} img/s · "
-            f"input wait {entry['input_wait_share']:.0%} · {duration(self._left(entry))} left{self._knn}"
+            f"input wait {entry['input_wait_share']:.0%} · {duration(math.nan if left is None else left)} left{self._knn}"
         )
         if entry.get("queue_fill", 1.0) < 1.0:
             state += f" · queue {entry['queue_fill']:.0%} full"
@@ -63,9 +71,3 @@ class Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-
-    def _left(self, entry: dict[str, Any]) -> float:
-        """Seconds to the end at a rate smoothed over some records; evaluation and checkpoints not counted."""
-        now = self._plan.recipe.batch.global_batch_size / entry["images_per_second"]
-        self._step_seconds = 0.7 * self._step_seconds + 0.3 * now if self._step_seconds else now
-        return self._step_seconds * (self._total - entry["step"])

@@ -164,6 +164,13 @@ class Record:
         return next((event for event in reversed(self.events.entries) if event.get("kind") == "saved"), None)
 
     @property
+    def safe_step(self) -> int | None:
+        """Of the newest checkpoint that became whole, 0 before the first; None of an earlier release's run, which has no events."""
+        if not self.events.entries:
+            return None
+        return self.saved["step"] if self.saved else 0
+
+    @property
     def written_at(self) -> float:
         """When the last line was written, in seconds since 1970 by the driver's clock; nan before the first."""
         times = [lines.entries[-1].get("wall_time") for lines in (self.metrics, self.events) if lines.entries]

@@ -43,6 +43,7 @@ class Listed(NamedTuple):
     started: str = ""
     written_at: float | None = None  # seconds since 1970
     bytes: int = 0
+    safe_step: int | None = None  # of the newest checkpoint: what a failure goes back to
 
 
 def list_runs(storage: str) -> list[Listed]:
@@ -117,12 +118,13 @@ def watched(records: Iterable[Record], seconds: float = WATCH_SECONDS) -> dict[s
 
 def as_table(runs: list[Listed], now: float) -> str:
     """The list for a person; `now` in seconds since 1970."""
-    rows = [("run", "state", "step", "loss", "kNN last", "best", "last line", "size", "health")]
+    rows = [("run", "state", "step", "safe at", "loss", "kNN last", "best", "last line", "size", "health")]
     rows += [
         (
             run.name,
             run.state,
             NONE if run.step is None else f"{run.step}/{run.total_steps}",
+            NONE if run.safe_step in (None, run.step) else str(run.safe_step),
             NONE if run.loss is None else f"{run.loss:.3f}",
             _share(run.knn_last),
             _share(run.knn_best),
@@ -133,7 +135,7 @@ def as_table(runs: list[Listed], now: float) -> str:
         for run in runs
     ]
     notes = [f"{run.name}: {run.state}: {run.why}" for run in runs if run.why and run.state != "running"]
-    return "\n".join([*columns(rows, "<<>>>>>><"), *([""] if notes else []), *notes])
+    return "\n".join([*columns(rows, "<<>>>>>>><"), *([""] if notes else []), *notes])
 
 
 def as_json(runs: list[Listed]) -> list[dict[str, Any]]:
@@ -186,6 +188,7 @@ def _listed(name: str, record: Record | UserError, silent: dict[str, float | Non
         str(facts.get("started", "")),
         None if math.isnan(record.written_at) else record.written_at,
         count,
+        record.safe_step,
     )
 
 

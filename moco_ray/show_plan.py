@@ -8,8 +8,9 @@ from moco_ray.data.survey import Spread, build_manifest
 from moco_ray.errors import UserError
 from moco_ray.method.encoder import Encoder
 from moco_ray.method.schedule import learning_rate
-from moco_ray.plan import Plan
+from moco_ray.plan import Plan, Workers
 from moco_ray.recipe import Recipe
+from moco_ray.words import plural
 
 DATA_TASKS = 2  # at work for a rank, in the figure of memory
 NAMES_SHOWN = 4
@@ -17,9 +18,9 @@ IMAGENET_ROWS = 1_281_167  # shown when neither data nor rows are given, and sai
 
 
 def describe(
-    recipe: Recipe, rows: int | None, workers: int, at_step: int | None = None, spread: Spread | None = None
+    recipe: Recipe, rows: int | None, workers: Workers, at_step: int | None = None, spread: Spread | None = None
 ) -> str:
-    """The plan as text; with `at_step`, also what a run that resumes there would open.
+    """The plan as text; with `at_step`, also what a run that resumes there would open. Of a range of workers both ends are shown.
 
     Raises UserError for what is wrong with recipe, data, workers or step.
     """
@@ -28,7 +29,8 @@ def describe(
         raise UserError(f"--rows {rows} contradicts the data set's {manifest.rows} rows; give one of the two")
     source = recipe.data.uri if manifest else ("--rows" if rows else "ImageNet-1k's count, for no data set is given")
     plan = Plan(recipe, manifest.rows if manifest else rows or IMAGENET_ROWS)
-    plan.refuse_world(workers)
+    plan.refuse_world(workers.most)
+    worlds = sorted({workers.least or workers.most, workers.most})
     facts, batch = plan.facts(), recipe.batch
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Encoder(recipe.encoder, batch.bn_group_size).parameters())
@@ -40,7 +42,7 @@ def describe(
         ("rows", f"{plan.rows:,} ({source}); {plan.dropped_rows} left out of each epoch"),
         ("steps", f"{plan.total_steps:,} in all, {plan.steps_per_epoch:,} an epoch, {plan.epochs:.4g} epochs"),
         ("batch", f"{batch.global_batch_size} rows in {plan.groups} BatchNorm groups of {batch.bn_group_size}"),
-        ("workers", f"{workers} of at most {plan.groups}; efficiency {plan.efficiency(workers):.0%}"),
+        ("workers", f"{workers} of at most {plan.groups}; efficiency {_efficiency(plan, worlds)}"),
         ("learning rate", ", ".join(f"step {s}: {learning_rate(plan, s):.3g}" for s in _points(plan))),
         ("", _published(facts, recipe)),
         ("queue", f"{recipe.contrast.queue_keys:,} keys, {_bytes(facts['queue_bytes'])}, {_turn(facts)}"),
@@ -56,22 +58,35 @@ def describe(
         ),
     ]
     if manifest is not None:
-        table += _data_table(manifest, plan, workers)
-    if at_step is not None:
-        table += _resume_table(manifest, plan, workers, at_step)
+        table.append(_data(manifest, plan))
+    for world in worlds:
+        of = f"{plural(world, 'worker')}: " if len(worlds) > 1 else ""
+        lines = _reading_table(manifest, plan, world) if manifest is not None else []
+        if at_step is not None:
+            lines += _resume_table(manifest, plan, world, at_step)
+        table += [(name, of + text) for name, text in lines]
     warnings = plan.warnings() + list(manifest.warnings if manifest else ())
     lines = [f"{name:<14} {text}" for name, text in table] + [f"warning: {text}" for text in warnings]
     return "\n".join(lines)
 
 
-def _data_table(manifest: Manifest, plan: Plan, workers: int) -> list[tuple[str, str]]:
-    """How the data lie, what an epoch reads, and the memory that a rank needs for it."""
-    found = reading(manifest, plan, workers)
+def _efficiency(plan: Plan, worlds: list[int]) -> str:
+    if len(worlds) == 1:
+        return f"{plan.efficiency(worlds[0]):.0%}"
+    return ", ".join(f"{plan.efficiency(world):.0%} with {world}" for world in worlds)
+
+
+def _data(manifest: Manifest, plan: Plan) -> tuple[str, str]:
+    """How the data lie."""
     total, chunks = int(manifest.chunk_bytes.sum()), len(manifest.chunk_rows)
     what = {"parquet": "Parquet row groups", "tar": "runs of tar members", "tree": "image files"}[manifest.layout]
-    store = plan.object_store_bytes(workers, DATA_TASKS)
+    return "data", f"{chunks:,} {what} in {len(manifest.names):,} files, {_bytes(total)}, {_bytes(total / plan.rows)} an image"
+
+
+def _reading_table(manifest: Manifest, plan: Plan, workers: int) -> list[tuple[str, str]]:
+    """What an epoch reads, and the memory that a rank needs for it."""
+    found, store = reading(manifest, plan, workers), plan.object_store_bytes(workers, DATA_TASKS)
     return [
-        ("data", f"{chunks:,} {what} in {len(manifest.names):,} files, {_bytes(total)}, {_bytes(total / plan.rows)} an image"),
         (
             "segments",
             f"{found.segments_per_rank:,} an epoch and rank, of {found.steps_per_segment} steps; each reads "

@@ -348,7 +348,8 @@ def _shared(run: str, place: Place) -> RunFolder:
         raise
     except UserError as error:
         raise UserError(
-            f"node {place.node.name} does not see the run at {run}; --storage must be a URI, or a folder that all nodes share"
+            f"node {place.node.name} does not see the run at {run}; --storage (runs, where it is not given) must be a URI, or a "
+            "folder that all nodes share"
         ) from error
 
 

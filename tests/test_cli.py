@@ -1,5 +1,6 @@
 """What a user gets wrong, and what they read then: one line with the cure, exit code 2, before Ray starts."""
 
+import contextlib
 import io
 import json
 from pathlib import Path
@@ -12,6 +13,7 @@ from moco_ray.checkpoint import pack, save
 from moco_ray.cli import main
 from moco_ray.data import order
 from moco_ray.data.storage import Store
+from moco_ray.errors import UserError
 from moco_ray.lease import Lease
 from moco_ray.plan import Plan
 from moco_ray.progress import Progress
@@ -44,8 +46,18 @@ def place(tmp_path, monkeypatch):
     for i in range(12):
         Image.new("RGB", (20, 20), (i, 2 * i, 3 * i)).save(f"images/a/{i}.png")
     Image.new("RGB", (20, 20)).save("flat/0.png")
-    with mock.patch("moco_ray.launch._carry", side_effect=AssertionError("Ray would start")):
+    with mock.patch("moco_ray.launch.ray_session", side_effect=AssertionError("Ray would start")):
         yield tmp_path
+
+
+@contextlib.contextmanager
+def carried():
+    """A cluster that has room, and workers that do nothing: what they would have been given."""
+    with (
+        mock.patch("moco_ray.launch.ray_session", side_effect=lambda *_: contextlib.nullcontext()),
+        mock.patch("moco_ray.launch._carry") as carry,
+    ):
+        yield carry
 
 
 def refused(capsys, *words: str) -> str:
@@ -93,6 +105,8 @@ PRETRAIN = ("pretrain", "small.toml", "--data", "images")
         (("resume", "images"), "is no run folder"),
         (("evaluate", "images"), "is no run folder"),
         (("show-plan", "small.toml", "--rows", "7"), "7 rows, fewer than"),
+        (("show-plan", "small.toml", "--rows", "12", "--workers", "1:5"), "more workers than the 4 BatchNorm groups"),
+        (("show-plan", "small.toml", "--rows", "12", "--workers", "0"), "at least one worker"),
         (("show-plan", "small.toml", "--data", "images", "--rows", "7"), "contradicts the data set's 12 rows"),
     ],
 )  # fmt: skip
@@ -112,7 +126,7 @@ def test_a_recipe_that_is_not_toml_names_the_line(place, capsys):
 
 def started(place) -> Path:
     """A run folder as `pretrain` leaves it when it is interrupted before its first checkpoint."""
-    with mock.patch("moco_ray.launch._carry"):
+    with carried():
         assert main([*PRETRAIN]) == 0
     return place / "runs" / "small"
 
@@ -129,6 +143,18 @@ def test_the_same_command_again_goes_on_with_its_run_and_another_recipe_is_refus
     assert "another recipe (contrast.temperature: 0.2, not 0.5)" in other
     Path("images/a/11.png").unlink()
     assert "is not what the run" in refused(capsys, *PRETRAIN)
+
+
+def test_a_run_that_the_cluster_has_no_room_for_leaves_no_run_behind_and_changes_none(place, capsys):
+    with mock.patch("moco_ray.launch.ray_session", side_effect=UserError("the Ray cluster has 2 CPUs")):
+        assert main([*PRETRAIN, "--workers", "4"]) == 2 and "has 2 CPUs" in capsys.readouterr().err
+        assert "no run lies in" in refused(capsys, "runs", "runs")
+        run = started(place)  # with room it begins
+        capsys.readouterr()
+        before = {path.name: path.read_bytes() for path in run.iterdir() if path.name != "lease.json"}
+        for words in (PRETRAIN, ("resume", str(run))):
+            assert main([*words, "--workers", "4", "run.log_every_steps=7"]) == 2 and "has 2 CPUs" in capsys.readouterr().err
+        assert before == {path.name: path.read_bytes() for path in run.iterdir() if path.name != "lease.json"}
 
 
 def test_a_run_that_another_driver_carries_is_refused_by_both_commands(place, capsys):
@@ -161,7 +187,7 @@ def test_a_finished_run_is_left_alone_by_both_commands(place, capsys):
     run = started(place)
     checkpointed(run, 3, Recipe.read(run / "recipe.toml").fingerprint())
     capsys.readouterr()
-    with mock.patch("moco_ray.launch._carry") as carry:
+    with carried() as carry:
         assert main([*PRETRAIN]) == 0
     assert not carry.called and "it is finished: nothing to do" in capsys.readouterr().err
     assert "is finished: all 3 steps are done" in refused(capsys, "resume", str(run))
@@ -180,9 +206,9 @@ def test_resume_refuses_another_recipe_changed_data_and_another_s_checkpoint(pla
 def test_resume_takes_run_settings_and_the_data_at_another_place(place):
     run = started(place)
     Path("images").rename("moved")
-    with mock.patch("moco_ray.launch._carry") as carry:
+    with carried() as carry:
         assert main(["resume", str(run), "--data", "moved", "run.log_every_steps=2", "--workers", "2"]) == 0
-    surveyed, folder, workers, *_ = carry.call_args.args
+    surveyed, folder, (_, workers), *_ = carry.call_args.args
     recipe = surveyed.plan.recipe
     assert (recipe.run.log_every_steps, recipe.data.uri, workers.most) == (2, str(place / "moved"), 2)
     assert Recipe.read(run / "recipe.toml") == recipe and folder.place == str(run)
@@ -247,6 +273,20 @@ def test_show_plan_warns_of_what_will_go_wrong(place, capsys):
         == 0
     )
     assert "batch norm leaks" in capsys.readouterr().out
+
+
+def test_show_plan_of_a_range_of_workers_shows_both_ends(place, capsys):
+    words = ["show-plan", "small.toml", "--data", "images", "--at-step", "0"]
+    shown = {}
+    for workers in ("2:3", "2", "3"):
+        assert main([*words, "--workers", workers]) == 0
+        shown[workers] = capsys.readouterr().out.splitlines()
+    assert "workers        2:3 of at most 4; efficiency 100% with 2, 67% with 3" in shown["2:3"]
+    for end in ("2", "3"):
+        for line in shown[end]:
+            if line.startswith(("segments", "reading", "memory", "at step")):
+                assert f"{line[:15]}{end} workers: {line[15:]}" in shown["2:3"]
+    assert shown["2"][0] == shown["2:3"][0] and len(shown["2:3"]) == len(shown["3"]) + 3 + 2
 
 
 def test_efficiency_of_workers_that_do_not_divide_the_groups():

@@ -313,4 +313,4 @@ def test_the_job_runs_the_command_as_its_header_says(place, tmp_path):
     assert "pre-trained" in ran.stdout and "held out by the seed" in ran.stdout
     assert {one.name for one in (tmp_path / "with space").iterdir()} == {"detection.json", "detection.md", "detections.png"}
     lacking = subprocess.run(job, env={**environment, "IMAGES": ""}, capture_output=True, text=True)
-    assert lacking.returncode != 0 and "IMAGES" in lacking.stderr
+    assert lacking.returncode == 2 and "IMAGES: is not set" in lacking.stderr

@@ -18,7 +18,7 @@ LAYERS = [
     ["recipe"],
     ["plan", "ranks", "placement", "data.batch", "parts", "cluster_facts"],
     ["method", "data", "traffic"],
-    ["learner", "attempts", "standing", "exhibit", "dictionary", "verdicts", "ahead", "scaling"],
+    ["learner", "pace", "attempts", "standing", "exhibit", "dictionary", "verdicts", "ahead", "scaling"],
     ["train", "checkpoint", "lease", "meter", "evaluate"],
     ["lookout", "saver", "leak_probe", "step_profile"],
     ["trial", "tensorboard_page", "pictures", "health", "gauges"],

@@ -172,6 +172,22 @@ def test_a_live_one_refuses_another_start_within_a_beat_or_two(run):
     assert len(told) == 1 and "waiting up to 30 s" in told[0]
 
 
+def test_one_in_a_ray_job_is_named_with_what_ends_it_and_a_lease_without_a_job_still_reads(tmp_path, monkeypatch):
+    run = Store.at(str(tmp_path))
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {}, "metadata": {"job_submission_id": "first-1"}}))
+    with Lease.acquire(run, print, **FAST):
+        text = message(Lease.acquire, run, print, **(FAST | {"expires_seconds": 30}))
+        assert stored(run)["job"] == "first-1" and run.size("lease.json") == lease_module.CONTENT_BYTES
+        process = f"process {os.getpid()} on {os.uname().nodename}"
+        assert text == f"{tmp_path} is being carried by {process} (Ray job first-1); wait for it, or end it with `ray job stop first-1` at its cluster"
+        assert lease_module.sign_of_life(run).holder == f"{process} (Ray job first-1)"
+    for other in ("", "{", "[]", '{"metadata": null}', '{"metadata": {"job_submission_id": 5}}'):
+        monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", other)
+        with Lease.acquire(run, print, **FAST):
+            assert "job" not in stored(run)
+            assert message(Lease.acquire, run, print, **(FAST | {"expires_seconds": 30})).endswith("; wait for it, or stop it there")
+
+
 def test_a_silent_one_is_taken_over_after_its_time_and_is_told(run):
     told: list[str] = []
     first = silent(Lease.acquire(run, told.append, **FAST))

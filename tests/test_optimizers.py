@@ -13,7 +13,7 @@ from moco_ray.errors import UserError
 from moco_ray.export import export
 from moco_ray.learner import Learner
 from moco_ray.method.optimizers import LARS, build_optimizer
-from moco_ray.plan import Plan
+from moco_ray.plan import Plan, Workers
 from moco_ray.ranks import Ranks
 from moco_ray.recipe import Optimizer, Recipe
 from moco_ray.released import released_state
@@ -178,7 +178,7 @@ def test_momentum_of_an_optimizer_that_has_none_is_refused():
 def test_the_published_rate_is_told_of_sgd_alone(name):
     recipe = synthetic.recipe(optimizer={"name": name}, contrast={"queue_keys": 20})
     plan = Plan(recipe, 300)
-    shown = [describe(recipe, 300, 1), judged_rate(plan).found]
+    shown = [describe(recipe, 300, Workers(1)), judged_rate(plan).found]
     assert [("0.03 at batch 256" in text) for text in shown] == [name == "sgd"] * 2
     assert ("decay_norm_and_bias" in shown[0] and "decay_norm_and_bias" in shown[1]) == (name == "lars")
     parameters = sum(p.numel() for p in Learner.new(recipe).f_q.parameters())

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,10 +20,11 @@ from moco_ray.data.storage import Store
 from moco_ray.errors import UserError
 from moco_ray.frame import BLOCKS, frame, sparkline
 from moco_ray.lease import Lease, _this_process
+from moco_ray.progress import Progress
 from moco_ray.record import Lines, Record, State
 from moco_ray.runs import list_runs, watched
 from moco_ray.standing import Best, Standing
-from moco_ray.words import age, size
+from moco_ray.words import age, duration, size
 from tests.object_stores import filled, use
 from tests.run_folders import (
     BEGAN,
@@ -223,6 +225,40 @@ def test_the_list_tells_of_each_run_how_it_stands_and_what_was_raised(storage, c
     assert table[2].split()[:5] == ["empty", "stopped", "0/20", "-", "-"] and size(sum(each.bytes for each in empty.list())) in table[2]
     as_json = json.loads(command(capsys, "runs", storage.uri, "--json"))
     assert [run["name"] for run in as_json] == ["done", "empty"] and as_json[0]["health"] == "ill"
+
+
+def test_the_list_tells_the_step_that_is_safe_where_it_is_another_than_the_one_reached(storage, capsys):
+    for name, saved in (("behind", [event("saved", 4), event("saved", 8)]), ("none", [event("started", 0)]), ("whole", [event("saved", 12)]), ("old", [])):
+        run = make_run(storage, name)
+        write_lines(run, "events.jsonl", saved)
+        lease(run, released=True)
+    table = [line.split() for line in command(capsys, "runs", storage.uri).splitlines()]
+    assert " ".join(table[0]).startswith("run state step safe at loss")
+    assert [line[:4] for line in table[1:]] == [[name, "stopped", "12/20", safe] for name, safe in (("behind", "8"), ("none", "0"), ("old", "-"), ("whole", "-"))]
+    as_json = json.loads(command(capsys, "runs", storage.uri, "--json"))
+    assert [run["safe_step"] for run in as_json] == [8, 0, None, 12]
+
+
+def test_the_log_and_watch_tell_the_same_time_left_also_after_a_restart_on_other_workers(storage):
+    run = make_run(storage, "one", total=40)
+    plan, told, written = Record.of(run.uri).plan, io.StringIO(), []
+    progress = Progress(plan, 0, told)
+    rates = [50.0, 400.0, 90.0, 100.0, 110.0, 80.0, 120.0, 95.0, 105.0, 100.0, 100.0, 30.0]
+    story = [(step, rate, 1) for step, rate in enumerate(rates, 1)] + [(11, 20.0, 2), (12, 25.0, 2), (13, 10.0, 2), (14, 12.0, 2)]
+    for step, rate, attempt in story:
+        line = entry(step, images_per_second=rate, attempt=attempt)
+        new = step > len(written)
+        if new:
+            written.append(line)
+            write_lines(run, "metrics.jsonl", written)
+        progress._last_line = -math.inf
+        progress.show(line, new)
+        said = told.getvalue().splitlines()[-1]
+        if new:
+            text = "\n".join(line.text for line in frame(Record.of(run.uri), State("running"), BEGAN, 120))
+            (left,) = re.findall(r"([\d:]+) left", text)
+            assert f" {left} left" in said, (step, said, text)
+    assert f" {duration(26 * plan.recipe.batch.global_batch_size / 12)} left" in said  # of the new workers alone
 
 
 def test_a_loss_that_is_not_finite_is_null_in_json(storage, capsys):

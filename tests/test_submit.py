@@ -50,6 +50,8 @@ def order(*words: str, **more: str):
     "words, told",
     [
         (["jobs/demo.toml", "--data", "s3://a/b", "--storage", "runs"], "--storage is runs, a path of this machine"),
+        (["jobs/demo.toml", "--data", "s3://a/b"], "--storage is not given, and its default, runs, is a folder"),
+        (["doctor", "jobs/demo.toml", "--data", "s3://a/b"], "--storage is not given, and its default, runs, is a folder"),
         (["jobs/demo.toml", "--storage", "s3://a/b"], "data.uri is data/fashion-mnist/train, a path of this machine"),
         (["jobs/demo.toml", "--data", "s3://a/b", "--storage", "s3://c", "evaluation.query_uri=here/x"], "bank_uri is data/fashion-mnist/train, a path"),
         (["jobs/demo.toml", "--data", "s3://a/b", "--storage", "s3://c", "contrast.queue_key=1"], "queue_keys"),
@@ -65,6 +67,27 @@ def test_what_can_only_fail_on_the_cluster_is_refused_here(words, told, monkeypa
     monkeypatch.chdir(ROOT)
     with pytest.raises(UserError, match=re.escape(told)):
         order(*words)
+
+
+SCRIPTS = {"end_to_end.sh": ["RECIPE", "IMAGES", "STORAGE", "NAME"], "detection.sh": ["BACKBONE", "IMAGES", "ANNOTATIONS", "OUTPUT"]}
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+@pytest.mark.parametrize("script, names", SCRIPTS.items())
+def test_a_script_names_the_variable_that_it_lacks_and_leaves_with_2(script, names, shell):
+    for lacking in names:
+        told = subprocess.run(
+            [shell, ROOT / "jobs" / script], env={"PATH": os.environ["PATH"], "MOCO_RAY": "false", **{name: "x" for name in names if name != lacking}},
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert told.returncode == 2 and f"{lacking}: is not set" in told.stderr and len(told.stderr.splitlines()) == 1, told
+
+
+def test_bank_and_queries_of_the_long_script_go_together():
+    given = {"PATH": os.environ["PATH"], "MOCO_RAY": "false", **dict.fromkeys(SCRIPTS["end_to_end.sh"], "x")}
+    for one, other in (("BANK", "QUERIES"), ("QUERIES", "BANK")):
+        told = subprocess.run(["bash", ROOT / "jobs" / "end_to_end.sh"], env={**given, one: "x"}, capture_output=True, text=True)
+        assert told.returncode == 2 and f"{other}: goes with {one}" in told.stderr, told
 
 
 def test_recipe_and_scripts_go_along_by_name_and_the_run_is_written_on_the_job(monkeypatch, tmp_path):
@@ -273,6 +296,7 @@ def test_ray_s_own_command_submits_it_again_and_it_goes_on_to_the_end(story):
     code, words = story.again
     assert code == 0 and f"its newest checkpoint is of step {story.saved_at}" in words and "succeeded" in words, words
     assert steps_of(story.run) == list(range(1, STEPS + 1))
+    assert json.loads(story.run.read("lease.json"))["job"] == "second"
     first = json.loads(story.run.read("run.json"))
     assert first["versions"]["moco_ray"] and len(first["git_commit"]) == 40  # the package was brought, without a checkout
 
