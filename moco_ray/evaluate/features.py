@@ -112,16 +112,24 @@ class Described(NamedTuple):
     left_out: int  # images that could not be decoded
 
 
-def describe_set(labelled: LabelledSet, descriptions: dict[str, Describe], recipe: Recipe, ranks: Ranks) -> Described:
-    """All ranks' rows in order, on every rank; each rank reads and describes its own share. Collective."""
+def describe_set(
+    labelled: LabelledSet, descriptions: dict[str, Describe], recipe: Recipe, ranks: Ranks, told: Callable[[int, int], None] = lambda done, total: None
+) -> Described:
+    """All ranks' rows in order, on every rank; each rank reads and describes its own share. Collective.
+
+    `told`: how many rows of this rank's share are done, of how many.
+    """
     share = np.array_split(labelled.rows, ranks.world)[ranks.rank]
     parts: dict[str, list[Tensor]] = {name: [] for name in descriptions}
-    labels, left_out = [torch.zeros(0, dtype=torch.int64)], 0
+    labels, left_out, done = [torch.zeros(0, dtype=torch.int64)], 0, 0
+    told(0, len(share))
     for batch in labelled_images(labelled.manifest, recipe, share, BATCH_ROWS, ranks.world):
         left_out += len(batch.bad)
         labels.append(batch.labels.clone())
         for name, describe in descriptions.items():
             parts[name].append(describe(batch.crops) if len(batch.crops) else None)
+        done += len(batch.labels) + len(batch.bad)
+        told(done, len(share))
     own = torch.cat(labels).to(ranks.device)
     counts = ranks.gather_objects(len(own))
     if sum(counts) == 0:
