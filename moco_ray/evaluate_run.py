@@ -63,7 +63,7 @@ def evaluate_run(
         "trained encoder": description(backbone.module(), recipe.augment, device),
     }
     with lazily_spread(1, debug) as spread:
-        sets = labelled_sets(recipe, all_rows=True, spread=spread)
+        sets = labelled_sets(recipe, all_rows=True, spread=spread, called=sets_called(bank_uri, query_uri))
         leave_one_out = sets[0].manifest.fingerprint == sets[1].manifest.fingerprint
         with Stages(sys.stderr) as at:
             at("starting Ray")
@@ -76,6 +76,11 @@ def evaluate_run(
     if store:
         _write(store, rows, about, backbone, sets, protocol)
     return f"{as_text(rows)}\n({about})"
+
+
+def sets_called(bank_uri: str | None, query_uri: str | None) -> tuple[str, str]:
+    """What errors call the two sets: the option, where one was given, else the recipe's key."""
+    return "--bank" if bank_uri else "evaluation.bank_uri", "--queries" if query_uri else "evaluation.query_uri"
 
 
 def described(sets: Sequence[LabelledSet], descriptions: dict[str, Describe], recipe: Recipe, at: Stages) -> tuple[Described, Described]:

@@ -21,11 +21,11 @@ from moco_ray.data.subset import Subset, share_of_each_class
 from moco_ray.errors import UserError
 from moco_ray.evaluate import protocols
 from moco_ray.evaluate.confusion import confusion_picture
-from moco_ray.evaluate.features import LabelledSet, description, labelled_sets
+from moco_ray.evaluate.features import LabelledSet, blamed_on, description, labelled_sets
 from moco_ray.evaluate.protocols import Choices, Protocol
 from moco_ray.evaluate.report import Result, about, as_json, as_markdown, as_text, per_cent
 from moco_ray.evaluate.sweep import MOMENTUM, RATES, Settings, Swept, sweep
-from moco_ray.evaluate_run import described, opened
+from moco_ray.evaluate_run import described, opened, sets_called
 from moco_ray.launch_probe import carry_probe
 from moco_ray.probe_worker import Kept, ProbeJob
 from moco_ray.recipe import Recipe
@@ -68,8 +68,9 @@ def probe_run(request: Request) -> str:
     if request.workers < 1:
         raise UserError(f"--workers {request.workers}: at least one worker is needed")
     backbone, recipe, store = _read(request)
+    called = sets_called(request.training_uri, request.test_uri)
     with lazily_spread(request.workers, request.debug) as spread:
-        case = _case(backbone, recipe, store, labelled_sets(recipe, all_rows=True, spread=spread))
+        case = _case(backbone, recipe, store, labelled_sets(recipe, all_rows=True, spread=spread, called=called))
         for warning in case.sets[0].manifest.warnings:
             print(f"warning: {warning}", file=sys.stderr)
         result, kept = (_sweep(case, request), None) if request.kind == "sweep" else _train(case, request)
@@ -104,7 +105,7 @@ def _case(backbone: Backbone, recipe: Recipe, store: Store, sets: tuple[Labelled
         raise UserError(f"{training.manifest.root} would be trained on and tested on; give --queries another set than --bank")
     with Stages(sys.stderr) as at:
         at("reading labels")
-        labels, test_labels = (read_labels(one.manifest, recipe.evaluation.label_column) for one in sets)
+        labels, test_labels = (_labels(one, recipe) for one in sets)
     if min(labels.min(), test_labels.min()) < 0:
         raise UserError("labels must be 0 or more; number the classes from 0 on")
     if len(np.unique(labels)) < 2:
@@ -112,6 +113,11 @@ def _case(backbone: Backbone, recipe: Recipe, store: Store, sets: tuple[Labelled
     if len(strange := np.setdiff1d(test_labels, labels)):
         raise UserError(f"the test rows have class {strange[0]}, which no training row has; give both sets the same classes")
     return _Case(backbone, recipe, store, sets, labels, int(labels.max()) + 1)
+
+
+def _labels(labelled: LabelledSet, recipe: Recipe) -> np.ndarray:
+    with blamed_on(labelled.called):
+        return read_labels(labelled.manifest, recipe.evaluation.label_column)
 
 
 def _train(case: _Case, request: Request) -> tuple[Result, Kept]:

@@ -4,6 +4,7 @@ import io
 import re
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ import torch
 from moco_ray import stages
 from moco_ray.data.batch import BadRow
 from moco_ray.data.stream import LabelledBatch
+from moco_ray.desk import Desk
 from moco_ray.evaluate.features import LabelledSet, describe_set, raw_pixels
 from moco_ray.evaluate.sweep import Settings, sweep
 from moco_ray.evaluate.table import Protocol, compare
@@ -121,3 +123,20 @@ def test_a_worker_s_pulse_carries_the_step_that_is_at_work():
 
     wire = SimpleNamespace(step=0)
     assert [(batch, wire.step) for batch in _counted(iter("ab"), wire, 20)] == [("a", 21), ("b", 22)]
+
+
+def test_waiting_for_evaluations_says_how_many_are_left_how_long_and_what_ends_it(monkeypatch):
+    monkeypatch.setattr("moco_ray.desk.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("moco_ray.desk.ray.get", lambda *_, **__: None)
+    monkeypatch.setattr("moco_ray.desk.time.sleep", lambda _: done.pop())
+    said, done, journal = [], [1, 2], SimpleNamespace(last_step=60, counters={})
+    asked = mock.Mock(took_seconds=None, left_seconds=None, steps_waiting=[32, 60])
+    type(asked).idle = mock.PropertyMock(side_effect=lambda: not done)
+    desk = Desk(mock.Mock(), journal, SimpleNamespace(say=said.append), None, None, asked, None, None, None)
+    desk.finish_evaluations()
+    assert said == ["all steps are done; waiting for 2 evaluations (of step 32, 60). Ctrl-C ends it, and the same command again makes up for them"] * 2
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", '{"metadata": {"job_submission_id": "first-1"}}')
+    asked.took_seconds, asked.left_seconds, asked.steps_waiting, done[:] = 75.0, 20.0, [60], [1]
+    desk.finish_evaluations()
+    line = "all steps are done; waiting for 1 evaluation (of step 60), about 0:20 left (the last took 1:15). `ray job stop first-1` ends it, and the same"
+    assert said[2].startswith(line)
