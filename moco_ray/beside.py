@@ -117,10 +117,10 @@ class _Describer:
         backbone: Backbone = ray.get(held)
         self._describe = description(backbone.module(), augment, device)
 
-    def __call__(self, block: Columns) -> Columns:
+    def __call__(self, block: Columns) -> Iterator[Columns]:  # one; of what is no generator Ray Data loses the cause of an error
         let_others_go_first()  # of threads: this need not be the one of __init__
         crops = torch.from_numpy(np.array(block.pop("crops")))
-        return {**block, "features": self._describe(crops).float().cpu().numpy()}
+        yield {**block, "features": self._describe(crops).float().cpu().numpy()}
 
 
 def _joined(one: LabelledSet, blocks: list[Columns]) -> Described:

@@ -29,6 +29,7 @@ from moco_ray.train import due
 
 AGAIN_SECONDS = 20.0  # until an account that the storage did not take is written again
 MOST_WAITING = 8  # checkpoints that are kept for it; with more, the oldest is given up
+RAYS_ADVICE = "\nFailed to apply UDF transform"  # which Ray Data appends to what a task raised
 
 
 class Outcome(NamedTuple):
@@ -223,5 +224,5 @@ def _in_a_line(error: Exception) -> str:
     inner: BaseException = error
     while isinstance(inner, ray.exceptions.RayError) and (deeper := getattr(inner, "cause", None) or inner.__cause__) is not None:  # Ray Data's tasks are behind two
         inner = deeper
-    lines = str(inner).strip().splitlines() or [""]
+    lines = str(inner).partition(RAYS_ADVICE)[0].strip().splitlines() or [""]
     return f"{type(inner).__name__}: {lines[-1].strip()[:300]}"

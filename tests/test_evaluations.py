@@ -166,6 +166,7 @@ def test_a_checkpoint_that_is_gone_costs_its_evaluation_and_nothing_else(cluster
 def fails(*_):
     def row(block):
         raise RuntimeError("a long story\nand its cause")
+        yield block  # a generator, as those of an evaluation
 
     list(ray.data.range(1).map_batches(row).iter_rows())
 
