@@ -21,7 +21,7 @@ from moco_ray.backbone import Backbone, read_saved
 from moco_ray.data.on_ray import pipeline_name
 from moco_ray.data.stream import Columns, labelled_rows
 from moco_ray.errors import UserError
-from moco_ray.evaluate.features import BATCH_ROWS, Described, LabelledSet, description
+from moco_ray.evaluate.features import BATCH_ROWS, Described, LabelledSet, blamed_on, description
 from moco_ray.evaluate.knn import knn_accuracy
 from moco_ray.method.encoder import build_encoder
 from moco_ray.recipe import Augment, Recipe
@@ -102,7 +102,8 @@ def _read(shared: ray.ObjectRef, block: dict[str, Any]) -> Iterator[Columns]:
     sets, recipe = ray.get(shared)
     for number, first in zip(block["set"].tolist(), block["first"].tolist(), strict=True):
         one: LabelledSet = sets[number]
-        columns = labelled_rows(one.manifest, recipe, one.rows, np.arange(first, min(first + BATCH_ROWS, len(one.rows))))
+        with blamed_on(one.called):
+            columns = labelled_rows(one.manifest, recipe, one.rows, np.arange(first, min(first + BATCH_ROWS, len(one.rows))))
         good = columns["bad"] == ""
         yield {"crops": columns["crops"], "label": columns["label"], "good": good, "set": np.full(len(good), number)}
 
@@ -116,15 +117,16 @@ class _Describer:
         backbone: Backbone = ray.get(held)
         self._describe = description(backbone.module(), augment, device)
 
-    def __call__(self, block: Columns) -> Columns:
+    def __call__(self, block: Columns) -> Iterator[Columns]:  # one; of what is no generator Ray Data loses the cause of an error
         let_others_go_first()  # of threads: this need not be the one of __init__
         crops = torch.from_numpy(np.array(block.pop("crops")))
-        return {**block, "features": self._describe(crops).float().cpu().numpy()}
+        yield {**block, "features": self._describe(crops).float().cpu().numpy()}
 
 
 def _joined(one: LabelledSet, blocks: list[Columns]) -> Described:
     good = np.concatenate([block["good"] for block in blocks])
     if not good.any():
-        raise UserError(f"no image of {one.manifest.root} could be read")
+        with blamed_on(one.called):
+            raise UserError(f"no image of {one.manifest.root} could be read")
     features, labels = (torch.from_numpy(np.concatenate([block[name] for block in blocks])[good]) for name in ("features", "label"))
     return Described({"backbone": features}, labels.long(), int((~good).sum()))

@@ -7,6 +7,8 @@ internal to Ray: all here is best effort, and without it a run is only slower to
 """
 
 import contextlib
+import json
+import os
 import socket
 import time
 from collections import Counter
@@ -21,6 +23,14 @@ from moco_ray.data.on_ray import pipeline_name
 COORDINATOR = "AutoscalingCoordinator"
 ANSWER_SECONDS = 5.0
 KEPT_SECONDS = 180.0  # that the coordinator keeps what a pipeline asked for
+
+
+def ended_by() -> str:
+    """What a person ends this driver with: Ctrl-C, or in a Ray job a command; its log's reader leaves the job alone."""
+    try:  # Ray's own way to tell a driver of its job; without it the answer is that of a terminal
+        return f"`ray job stop {json.loads(os.environ['RAY_JOB_CONFIG_JSON_ENV_VAR'])['metadata']['job_submission_id']}`"
+    except (LookupError, ValueError, TypeError):
+        return "Ctrl-C"
 
 
 def living() -> dict[str, str]:

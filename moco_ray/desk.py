@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from moco_ray.cluster import forget_pipelines, living, nodes_leaving, recount
+from moco_ray.cluster import ended_by, forget_pipelines, living, nodes_leaving, recount
 from moco_ray.data.storage import one_line
 from moco_ray.errors import NonFinite, UserError
 from moco_ray.evaluations import Evaluations
@@ -25,7 +25,9 @@ from moco_ray.pictures import Gallery
 from moco_ray.plan import Plan
 from moco_ray.progress import Progress
 from moco_ray.session import Outlook
+from moco_ray.stages import LINE_SECONDS
 from moco_ray.verdicts import Verdict
+from moco_ray.words import duration, plural
 from moco_ray.worker import patience_seconds
 
 LOOK_SECONDS = 1.0  # between two looks at the cluster
@@ -92,14 +94,21 @@ class Desk:
     def finish_evaluations(self) -> None:
         """Wait for those that are due still, each for its time at the most. Raises what stops the driver meanwhile."""
         self._trained = True
-        if not self._evaluations.idle:
-            steps = ", ".join(map(str, self._evaluations.steps_waiting))
-            self._progress.say(f"waiting for the evaluation of step {steps}; after Ctrl-C the same command makes up for it")
+        told_at = -LINE_SECONDS
         while not self._evaluations.idle:
+            if time.monotonic() - told_at >= LINE_SECONDS:
+                told_at = time.monotonic()
+                self._progress.say(self._waiting_for_evaluations())
             fatal = ray.get(self._board.fatal.remote(), timeout=60)
             if fatal is not None:
                 raise fatal
             time.sleep(0.2)
+
+    def _waiting_for_evaluations(self) -> str:
+        steps, took, left = self._evaluations.steps_waiting, self._evaluations.took_seconds, self._evaluations.left_seconds
+        many = f"{plural(len(steps), 'evaluation')} (of step {', '.join(map(str, steps))})"
+        known = "" if took is None or left is None else f", about {duration(left)} left (the last took {duration(took)})"
+        return f"all steps are done; waiting for {many}{known}. {ended_by()} ends it, and the same command again makes up for them"
 
     def _run(self) -> None:
         looked = 0.0
@@ -223,7 +232,7 @@ class Desk:
             forget_pipelines(FORGET_SECONDS)
         for outcome in self._evaluations.look():
             if outcome.entry is None:
-                self.events.not_evaluated(outcome.step, outcome.why)
+                self.events.not_evaluated(outcome.step, outcome.why, outcome.again)
             else:
                 self._record({"entry": outcome.entry, "bad": []})
         self._hang()

@@ -4,6 +4,9 @@ Responsible for the sets, the descriptions and where the result goes. Not respon
 """
 
 import json
+import sys
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from moco_ray.data.storage import Store
 from moco_ray.errors import UserError
 from moco_ray.evaluate.confusion import confusion_picture
 from moco_ray.evaluate.features import (
+    Describe,
     Described,
     LabelledSet,
     colour_histogram,
@@ -27,6 +31,7 @@ from moco_ray.method.encoder import build_encoder
 from moco_ray.ranks import Ranks
 from moco_ray.recipe import Recipe
 from moco_ray.session import lazily_spread, ray_session
+from moco_ray.stages import Stages
 
 JUDGES = {
     "knn": "cosine similarity, each of the k nearest votes with exp(similarity / temperature) (Wu et al. 2018)",
@@ -58,17 +63,34 @@ def evaluate_run(
         "trained encoder": description(backbone.module(), recipe.augment, device),
     }
     with lazily_spread(1, debug) as spread:
-        sets = labelled_sets(recipe, all_rows=True, spread=spread)
+        sets = labelled_sets(recipe, all_rows=True, spread=spread, called=sets_called(bank_uri, query_uri))
         leave_one_out = sets[0].manifest.fingerprint == sets[1].manifest.fingerprint
-        with ray_session(1, debug):
-            bank = describe_set(sets[0], descriptions, recipe, Ranks(device=device))
-            queries = bank if leave_one_out else describe_set(sets[1], descriptions, recipe, Ranks(device=device))
-    protocol = Protocol.fitting(bank.labels, leave_one_out, linear)
-    rows = compare({n: (bank.features[n], queries.features[n]) for n in descriptions}, bank.labels, queries.labels, protocol)
+        with Stages(sys.stderr) as at:
+            at("starting Ray")
+            with ray_session(1, debug):
+                bank, queries = described(sets[:1] if leave_one_out else sets, descriptions, recipe, at)
+            protocol = Protocol.fitting(bank.labels, leave_one_out, linear)
+            features = {name: (bank.features[name], queries.features[name]) for name in descriptions}
+            rows = compare(features, bank.labels, queries.labels, protocol, lambda done, total, now: at("judging", done, total, "results", now))
     about = _about(backbone, bank, queries, protocol)
     if store:
         _write(store, rows, about, backbone, sets, protocol)
     return f"{as_text(rows)}\n({about})"
+
+
+def sets_called(bank_uri: str | None, query_uri: str | None) -> tuple[str, str]:
+    """What errors call the two sets: the option, where one was given, else the recipe's key."""
+    return "--bank" if bank_uri else "evaluation.bank_uri", "--queries" if query_uri else "evaluation.query_uri"
+
+
+def described(sets: Sequence[LabelledSet], descriptions: dict[str, Describe], recipe: Recipe, at: Stages) -> tuple[Described, Described]:
+    """Bank and queries (of one set: that for both), by this process on its device. `at` is told how far it is."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = []
+    for labelled, name in zip(sets, ("bank", "queries"), strict=False):
+        told = partial(at, f"features of the {name}", unit="images")
+        found.append(describe_set(labelled, descriptions, recipe, Ranks(device=device), told))
+    return found[0], found[-1]
 
 
 def opened(place: str, overrides: list[str], output: str | None) -> tuple[Backbone, Recipe, Store | None]:

@@ -1,7 +1,7 @@
 """The driver's account of a run's evaluations: which checkpoint is due, what became of it, and which is the best so far.
 
 Responsible for having due checkpoints evaluated beside the training, one at a time as a Ray task, for giving one up that takes
-too long, and for keeping them from being pruned meanwhile. Not responsible for the evaluation itself (beside.py), for what is
+too long, for leaving what failed to the next driver, and for keeping them from being pruned meanwhile. Not responsible for the evaluation itself (beside.py), for what is
 written and said of it (desk.py, events.py), nor for evaluations inside the training loop (train.py), of which it only hears.
 
 Not Ray Train's own validation tasks: their queue lives in Ray Train's controller and is lost with it and with the driver, and that
@@ -29,6 +29,7 @@ from moco_ray.train import due
 
 AGAIN_SECONDS = 20.0  # until an account that the storage did not take is written again
 MOST_WAITING = 8  # checkpoints that are kept for it; with more, the oldest is given up
+RAYS_ADVICE = "\nFailed to apply UDF transform"  # which Ray Data appends to what a task raised
 
 
 class Outcome(NamedTuple):
@@ -37,6 +38,7 @@ class Outcome(NamedTuple):
     step: int
     entry: dict[str, Any] | None  # for metrics.jsonl; None: there is none, and `why`
     why: str = ""
+    again: bool = False  # whether its checkpoint is kept, for the next driver to try once more
 
 
 class _Running(NamedTuple):
@@ -47,7 +49,7 @@ class _Running(NamedTuple):
 
 
 class Evaluations:
-    """One driver's. The desk's thread alone calls its methods; `idle` may be read by any."""
+    """One driver's. The desk's thread alone calls its methods; what it is asked while somebody waits may be read by any."""
 
     def __init__(
         self,
@@ -64,6 +66,8 @@ class Evaluations:
         self.beside = sets is not None and helpers() is not None
         self._evaluated = evaluated
         self._running: _Running | None = None
+        self.took_seconds: float | None = None  # the last one that was carried through; None: none yet
+        self._failed: set[str] = set()  # of those that wait: for the next driver
         self._names: dict[int, str] = {}  # of the checkpoints written since, by step
         self._standing, self._given_up = Standing(), []
         self._written_at: float | None = None  # tried in vain at that time; None: the storage has the account as it is
@@ -78,13 +82,22 @@ class Evaluations:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is waiting or at work."""
-        return not self._standing.waiting
+        """Whether nothing is waiting for this driver or at work."""
+        return not self._own()
 
     @property
     def steps_waiting(self) -> list[int]:
-        """The steps whose checkpoints are to be evaluated still."""
-        return [step for step, name in sorted(self._names.items()) if name in self._standing.waiting]
+        """The steps whose checkpoints this driver is still to evaluate."""
+        return [step for step, name in sorted(self._names.items()) if name in self._own()]
+
+    @property
+    def left_seconds(self) -> float | None:
+        """Until the last of them is done, if each takes as long as the last one did; None: that is not known."""
+        if self.took_seconds is None:
+            return None
+        running = self._running  # the desk's thread may end it meanwhile
+        begun = time.monotonic() - running.since if running else 0.0
+        return max(0.0, len(self.steps_waiting) * self.took_seconds - begun)
 
     @property
     def best(self) -> Best | None:
@@ -128,18 +141,18 @@ class Evaluations:
             if outcome is None:
                 return found
             found.append(outcome)
-            name, self._running = self._running.name, None
+            running, self._running = self._running, None
             if outcome.entry is None:
-                self._done_with(name)
+                found[-1] = self._put_off(running.name, outcome)
                 return found
-        following = next((name for name in self._standing.waiting if not found or self._step_of(name) != found[-1].step), None)
+            self.took_seconds = time.monotonic() - running.since
+        following = next((name for name in self._own() if not found or self._step_of(name) != found[-1].step), None)
         if following is not None and (helpers := self._helpers()) is not None:
             call = ray.remote(evaluate_checkpoint).options(num_cpus=CLAIM_CPUS, max_retries=1, **helpers.options)
             task = call.remote(self._run.uri, following, self._sets, helpers, not self._evaluated)  # the first tells what to compare with
             self._running = _Running(following, self._step_of(following), task, time.monotonic())
         elif following is not None:  # the GPUs that were left over are gone
-            self._done_with(following)
-            found.append(Outcome(self._step_of(following), None, "the cluster has no GPU left for it"))
+            found.append(self._put_off(following, Outcome(self._step_of(following), None, "the cluster has no GPU left for it")))
         return found
 
     def close(self) -> None:
@@ -148,6 +161,21 @@ class Evaluations:
             with contextlib.suppress(ray.exceptions.RayError):  # it may be gone
                 ray.cancel(self._running.task, force=True)
             self._running = None
+
+    def _own(self) -> list[str]:
+        return [name for name in self._standing.waiting if name not in self._failed]
+
+    def _put_off(self, name: str, outcome: Outcome) -> Outcome:
+        """One that failed waits for the next driver, as long as its checkpoint is there."""
+        try:
+            there = self._run.size(f"{name}.json") is not None
+        except UserError:
+            there = True  # nobody knows; the next driver looks
+        if there:
+            self._failed.add(name)
+        else:
+            self._done_with(name)
+        return outcome._replace(again=there)
 
     def _due(self, step: int) -> bool:
         return due(step, self._plan)[1]
@@ -193,6 +221,8 @@ def _in_a_line(error: Exception) -> str:
     """What happened to a task, without Ray's tracebacks."""
     if (mistake := user_error(error)) is not None:
         return str(mistake)
-    inner = getattr(error, "cause", None) or error
-    lines = str(inner).strip().splitlines() or [""]
+    inner: BaseException = error
+    while isinstance(inner, ray.exceptions.RayError) and (deeper := getattr(inner, "cause", None) or inner.__cause__) is not None:  # Ray Data's tasks are behind two
+        inner = deeper
+    lines = str(inner).partition(RAYS_ADVICE)[0].strip().splitlines() or [""]
     return f"{type(inner).__name__}: {lines[-1].strip()[:300]}"

@@ -183,9 +183,10 @@ class Events:
             text += f"; the best is {best.knn_top1:.1%} of step {best.step}"
         self._tell("evaluated", entry["step"], text)
 
-    def not_evaluated(self, step: int, why: str) -> None:
-        """It was not; training goes on."""
-        self._tell("not_evaluated", step, f"no kNN of step {step}: {why}")
+    def not_evaluated(self, step: int, why: str, again: bool) -> None:
+        """It was not; training goes on. `again`: the next driver tries it once more."""
+        cure = "; its checkpoint is kept, and `moco-ray resume` or the same command again makes up for it" if again else ""
+        self._tell("not_evaluated", step, f"no kNN of step {step}: {why}{cure}")
 
     def not_saved(self, message: dict[str, Any]) -> None:
         """One could not be written; training goes on."""

@@ -18,10 +18,12 @@ import ray.train
 
 from moco_ray.errors import UserError
 from moco_ray.launch import QUICK, STARTS, Trainer
+from moco_ray.plan import Plan
 from moco_ray.probe_worker import ProbeJob, probe_worker
 from moco_ray.process_group import ProcessGroup
 from moco_ray.restarts import one_line
 from moco_ray.session import Room
+from moco_ray.stages import Stages
 
 FAILURES = 4
 PAUSE_SECONDS = 1.0
@@ -30,11 +32,11 @@ PAUSE_SECONDS = 1.0
 def carry_probe(job: ProbeJob, workers: int, room: Room, debug: bool = False) -> dict[str, Any]:
     """Train to the last epoch with `workers` ranks, inside a Ray session, and return the student's last state.
 
-    One line an epoch on standard error. Raises UserError for what a user can cure; the same call then goes on from the last epoch.
+    On standard error one line an epoch, and how far it is. Raises UserError for what a user can cure; the same call then goes on from the last epoch.
     """
     for name, value in QUICK.items():
         os.environ.setdefault(name, value)
-    with _Ear(job.board, job.protocol.recipe.schedule.epochs):
+    with Stages(sys.stderr) as at, _Ear(job.board, job.plan, at):
         with tempfile.TemporaryDirectory(prefix="moco-ray-train-", ignore_cleanup_errors=True) as notes:
             error = None
             try:
@@ -88,10 +90,11 @@ class _Guard(ray.train.UserCallback):
 
 
 class _Ear:
-    """`with _Ear(board, epochs):` prints what the workers tell, until the block ends."""
+    """`with _Ear(board, plan, at):` says what the workers tell, and how far they are, until the block ends."""
 
-    def __init__(self, board, epochs: int):
-        self._board, self._epochs, self._heard = board, epochs, 0
+    def __init__(self, board, plan: Plan, at: Stages):
+        self._board, self._plan, self._at, self._heard = board, plan, at, 0
+        self._epochs = plan.recipe.schedule.epochs
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ear", daemon=True)
 
@@ -109,13 +112,23 @@ class _Ear:
             last_round = self._stop.is_set()
             try:
                 messages = ray.get(self._board.take.remote(self._heard), timeout=10)
+                self._tell_step(max((pulse.step for pulse in ray.get(self._board.pulses.remote(), timeout=10).values()), default=0))
             except (ray.exceptions.RayError, TimeoutError):
                 time.sleep(PAUSE_SECONDS)  # Ray is ending, or the machine is busy
                 continue
             for message in messages:
                 self._heard = message["number"]
                 with contextlib.suppress(KeyError):  # no message of ours
-                    print(self._line(message), file=sys.stderr, flush=True)
+                    self._at.say(self._line(message))
+
+    def _tell_step(self, step: int) -> None:
+        """`step`: the one at work, counted from 1; 0 before the first."""
+        if not step:
+            self._at("starting workers, reading the first images")
+            return
+        a_epoch = self._plan.steps_per_epoch
+        note = f"epoch {(step - 1) // a_epoch + 1} of {self._epochs}" + (", then its test" if step % a_epoch == 0 else "")
+        self._at("training", step - 1, self._plan.total_steps, "steps", note)
 
     def _line(self, message: dict[str, Any]) -> str:
         if message["kind"] == "failed":

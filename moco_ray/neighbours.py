@@ -5,6 +5,7 @@ for comparing and drawing (evaluate/sheet.py, evaluate/map.py).
 """
 
 import io
+import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from moco_ray.evaluate.sheet import nearest_others, sheet
 from moco_ray.evaluate_run import opened
 from moco_ray.recipe import Recipe
 from moco_ray.session import lazily_spread, ray_session
+from moco_ray.stages import Stages
 
 BATCH_ROWS = 256
 POINTS = 2000  # of the projector
@@ -64,9 +66,11 @@ def neighbours(place: str, data: str | None, drawn: Drawn, output: str | None, w
         manifest = build_manifest(recipe.data.uri, recipe.data.image_column, spread)
         draw = np.random.default_rng([_TAG, seed])
         chosen = np.sort(draw.choice(manifest.rows, min(rows, manifest.rows), replace=False))
-        with ray_session(1, debug):
-            features, read = [], []
+        with Stages(sys.stderr) as at, ray_session(1, debug):
+            features, read, done = [], [], 0
             for batch in labelled_images(manifest, recipe, chosen, BATCH_ROWS):
+                done += len(batch.crops) + len(batch.bad)
+                at("features", done, len(chosen), "images")
                 if len(batch.crops):
                     features.append(describe(batch.crops).cpu())
                     read.append(batch.rows.clone())
@@ -78,6 +82,7 @@ def neighbours(place: str, data: str | None, drawn: Drawn, output: str | None, w
             found = nearest_others(held, asked, nearest)
             points = torch.from_numpy(np.sort(draw.choice(len(held), min(POINTS, len(held)), replace=False)))
             wanted = torch.cat([asked, found.places.flatten(), points]).unique()
+            at("reading the images to show")
             crops = _crops(manifest, recipe, numbers[wanted.numpy()])
     step = backbone.origin.get("step", 0)
     shown = {int(place): crops[number] for number, place in enumerate(wanted.tolist())}

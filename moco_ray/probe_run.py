@@ -21,17 +21,17 @@ from moco_ray.data.subset import Subset, share_of_each_class
 from moco_ray.errors import UserError
 from moco_ray.evaluate import protocols
 from moco_ray.evaluate.confusion import confusion_picture
-from moco_ray.evaluate.features import LabelledSet, describe_set, description, labelled_sets
+from moco_ray.evaluate.features import LabelledSet, blamed_on, description, labelled_sets
 from moco_ray.evaluate.protocols import Choices, Protocol
 from moco_ray.evaluate.report import Result, about, as_json, as_markdown, as_text, per_cent
 from moco_ray.evaluate.sweep import MOMENTUM, RATES, Settings, Swept, sweep
-from moco_ray.evaluate_run import opened
+from moco_ray.evaluate_run import described, opened, sets_called
 from moco_ray.launch_probe import carry_probe
 from moco_ray.probe_worker import Kept, ProbeJob
-from moco_ray.ranks import Ranks
 from moco_ray.recipe import Recipe
 from moco_ray.run_folder import code_version
 from moco_ray.session import lazily_spread, ray_session
+from moco_ray.stages import Stages
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,9 @@ def probe_run(request: Request) -> str:
     if request.workers < 1:
         raise UserError(f"--workers {request.workers}: at least one worker is needed")
     backbone, recipe, store = _read(request)
+    called = sets_called(request.training_uri, request.test_uri)
     with lazily_spread(request.workers, request.debug) as spread:
-        case = _case(backbone, recipe, store, labelled_sets(recipe, all_rows=True, spread=spread))
+        case = _case(backbone, recipe, store, labelled_sets(recipe, all_rows=True, spread=spread, called=called))
         for warning in case.sets[0].manifest.warnings:
             print(f"warning: {warning}", file=sys.stderr)
         result, kept = (_sweep(case, request), None) if request.kind == "sweep" else _train(case, request)
@@ -102,7 +103,9 @@ def _case(backbone: Backbone, recipe: Recipe, store: Store, sets: tuple[Labelled
     training, test = sets
     if training.manifest.fingerprint == test.manifest.fingerprint:
         raise UserError(f"{training.manifest.root} would be trained on and tested on; give --queries another set than --bank")
-    labels, test_labels = (read_labels(one.manifest, recipe.evaluation.label_column) for one in sets)
+    with Stages(sys.stderr) as at:
+        at("reading labels")
+        labels, test_labels = (_labels(one, recipe) for one in sets)
     if min(labels.min(), test_labels.min()) < 0:
         raise UserError("labels must be 0 or more; number the classes from 0 on")
     if len(np.unique(labels)) < 2:
@@ -110,6 +113,11 @@ def _case(backbone: Backbone, recipe: Recipe, store: Store, sets: tuple[Labelled
     if len(strange := np.setdiff1d(test_labels, labels)):
         raise UserError(f"the test rows have class {strange[0]}, which no training row has; give both sets the same classes")
     return _Case(backbone, recipe, store, sets, labels, int(labels.max()) + 1)
+
+
+def _labels(labelled: LabelledSet, recipe: Recipe) -> np.ndarray:
+    with blamed_on(labelled.called):
+        return read_labels(labelled.manifest, recipe.evaluation.label_column)
 
 
 def _train(case: _Case, request: Request) -> tuple[Result, Kept]:
@@ -173,9 +181,12 @@ def _sweep(case: _Case, request: Request) -> Result:
     settings = Settings(rates, protocol.recipe.schedule.epochs, protocol.recipe.batch.global_batch_size, choices.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     describe = {"backbone": description(case.backbone.module(), protocol.recipe.augment, device)}
-    with ray_session(1, request.debug):
-        bank, queries = (describe_set(one, describe, protocol.recipe, Ranks(device=device)) for one in case.sets)
-    swept = sweep(bank.features["backbone"], bank.labels, queries.features["backbone"], queries.labels, settings)
+    with Stages(sys.stderr) as at:
+        at("starting Ray")
+        with ray_session(1, request.debug):
+            bank, queries = described(case.sets, describe, protocol.recipe, at)
+        x, test_x = bank.features["backbone"], queries.features["backbone"]
+        swept = sweep(x, bank.labels, test_x, queries.labels, settings, lambda done, total: at("classifiers", done, total, "epochs"))
     facts = _facts(case, asdict(swept.last), len(bank.labels)) | {"training_rows_left_out": bank.left_out}
     last, best = asdict(swept.last), asdict(swept.best)
     return Result(_sweep_facts(protocol, settings, swept), last, settings.epochs, best, swept.best_epoch, swept.history, facts)

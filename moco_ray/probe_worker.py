@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from moco_ray.backbone import Backbone
 from moco_ray.board import Wire, new_attempt
 from moco_ray.data.augment import normalise
+from moco_ray.data.batch import Batch
 from moco_ray.data.segment import Source
 from moco_ray.data.storage import Store, one_line
 from moco_ray.data.stream import batches_of, labelled_images
@@ -124,7 +125,7 @@ def _carry(job: ProbeJob, room: Room, ranks: Ranks, wire: Wire) -> None:
         wire.tell(kind="resumed", epoch=student.epoch)
     start = student.epoch * plan.steps_per_epoch
     source = Source(job.training.manifest, recipe, plan, job.subset)
-    rows = batches_of(source, ranks.world, ranks.rank, start, room.data_place_beside(ranks))
+    rows = _counted(batches_of(source, ranks.world, ranks.rank, start, room.data_place_beside(ranks)), wire, start)
 
     def finished(held: Student) -> None:
         if ranks.is_first:
@@ -132,6 +133,12 @@ def _carry(job: ProbeJob, room: Room, ranks: Ranks, wire: Wire) -> None:
             wire.tell(kind="epoch", entry=held.history[-1])
 
     train(student, rows, torch.from_numpy(job.labels), plan, ranks, _Test(job, ranks), finished)
+
+
+def _counted(rows: Iterator[Batch], wire: Wire, start: int) -> Iterator[Batch]:
+    """The same; the driver hears of the step that is at work."""
+    for wire.step, batch in enumerate(rows, start + 1):
+        yield batch
 
 
 def _student(job: ProbeJob, device: torch.device) -> Student:

@@ -10,9 +10,8 @@ from tqdm import tqdm
 
 from moco_ray.pace import RATE_RECORDS, seconds_left
 from moco_ray.plan import Plan
+from moco_ray.stages import LINE_SECONDS
 from moco_ray.words import duration
-
-LINE_SECONDS = 15.0  # between two lines where the output is no terminal
 
 
 class Progress:

@@ -172,7 +172,7 @@ class Evaluation(Section):
     bank_uri: str = ""
     query_uri: str = ""
     label_column: str = "label"
-    every_epochs: int = Field(0, ge=0)  # 0: only at the end, if the two URIs are given
+    every_epochs: int = Field(0, ge=0)  # 0: only at the end. The end is judged wherever the two URIs are given: without them nothing is
     bank_rows: int = Field(0, ge=0)  # 0: all; otherwise the first so many of a seeded order
     query_rows: int = Field(0, ge=0)
     neighbours: int = Field(200, ge=1)
@@ -197,7 +197,7 @@ class Run(Section):
     memory_format: Literal["contiguous", "channels_last"] = "channels_last"
     log_every_steps: int = Field(10, ge=1)
     dictionary_every_steps: int = Field(10, ge=0)  # between two looks at the dictionary's health; 0: none
-    images_every_steps: int = Field(500, ge=0)  # pictures and histograms for TensorBoard, from the first step on; 0: none
+    images_every_steps: int = Field(500, ge=0)  # pictures and histograms for TensorBoard, from the first step on, also with the queue just full and at the end; 0: none
     checkpoint_every_steps: int = Field(1000, ge=1)
     checkpoint_every_minutes: float = Field(10.0, ge=0.0)  # at the latest, since the last; 0: by steps alone
     keep_checkpoints: int = Field(3, ge=1)

@@ -40,7 +40,7 @@ class Outputs(NamedTuple):
     evaluate: Callable[[Learner], dict[str, float]] | None  # None: the checkpoint of that step is evaluated elsewhere
     completed: Callable[[int], bool] = lambda step: False  # after each step: whether to save though none is due
     rows_of_slots: Callable[[Queue], Tensor] | None = None  # K int64: the row of the data set that each queued key is of, or -1
-    picture: Callable[[Step], None] = lambda step: None  # of every `run.images_every_steps`th step, to be looked at
+    picture: Callable[[Step], None] = lambda step: None  # of the steps that `is_pictured` names, to be looked at
     parts: Parts | None = None  # told what the step is doing
 
 
@@ -106,7 +106,7 @@ def train(learner: Learner, batches: Iterator[Batch], plan: Plan, ranks: Ranks, 
         with parts("metrics"):
             if dictionary.due(step):
                 dictionary.moved(learner.f_k)
-            if recipe.run.images_every_steps and step % recipe.run.images_every_steps == 0:
+            if is_pictured(step, plan):
                 outputs.picture(Step(batch, q, keys[0], rows_of(plan, ranks.world, ranks.rank), learner.queue))
         with parts("enqueue"):
             learner.queue.enqueue(torch.cat(keys), step, healthy)
@@ -235,6 +235,14 @@ def due(step: int, plan: Plan) -> tuple[bool, bool]:
     period = evaluation.every_epochs * plan.steps_per_epoch
     evaluating = bool(evaluation.bank_uri) and (last or (period > 0 and step % period == 0))
     return last or evaluating or step % plan.recipe.run.checkpoint_every_steps == 0, evaluating
+
+
+def is_pictured(step: int, plan: Plan) -> bool:
+    """Whether step 0, 1, .. is looked at: every `run.images_every_steps`th, the first that meets a queue full of the run's own keys (before
+    it, hardest negatives may be noise, which no image shows), and the last.
+    """
+    every, full_at = plan.recipe.run.images_every_steps, -(-plan.recipe.contrast.queue_keys // plan.keys_per_step)
+    return every > 0 and (step % every == 0 or step in (full_at, plan.total_steps - 1))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

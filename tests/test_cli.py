@@ -101,6 +101,8 @@ PRETRAIN = ("pretrain", "small.toml", "--data", "images")
         ((*PRETRAIN, "evaluation.bank_uri=images", "evaluation.query_uri=images"), "evaluation.neighbours 200 is more than the 12 rows"),
         ((*PRETRAIN, *SETS, "evaluation.neighbours=3", "evaluation.resize_pixels=8"), "resize_pixels 8 is smaller than the crop"),
         ((*PRETRAIN, "evaluation.bank_uri=flat", "evaluation.query_uri=flat"), "lies in no class folder"),
+        ((*PRETRAIN, "evaluation.bank_uri=flat", "evaluation.query_uri=images"), "evaluation.bank_uri: "),
+        ((*PRETRAIN, "evaluation.bank_uri=images", "evaluation.query_uri=flat", "evaluation.neighbours=1"), "evaluation.query_uri: "),
         ((*PRETRAIN, "--profile", "0"), "give the number of steps to trace"),
         (("resume", "images"), "is no run folder"),
         (("evaluate", "images"), "is no run folder"),

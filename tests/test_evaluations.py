@@ -16,6 +16,7 @@ from moco_ray.data.survey import build_manifest
 from moco_ray.errors import UserError
 from moco_ray.evaluate.features import labelled_sets, watch_knn
 from moco_ray.evaluations import MOST_WAITING, Evaluations
+from moco_ray.events import Events
 from moco_ray.learner import Learner
 from moco_ray.plan import Plan
 from moco_ray.ranks import Ranks
@@ -142,6 +143,7 @@ def test_one_that_takes_too_long_is_given_up_in_a_line_and_the_next_one_has_its_
     assert outcome.step == steps[0] and outcome.entry is None and "did not end in 0.02 minutes" in outcome.why
     assert "evaluation.bank_rows" in outcome.why and evaluations.steps_waiting == [steps[1]]
     assert ended(evaluations, 30).step == steps[1] and evaluations.idle
+    assert outcome.again and len(Standing.read(run.store).waiting) == 2 and run.evaluations().steps_waiting == steps  # the next driver's
 
 
 def test_one_whose_actors_find_no_gpu_ends_in_a_line(cluster, data, tmp_path):
@@ -158,7 +160,37 @@ def test_a_checkpoint_that_is_gone_costs_its_evaluation_and_nothing_else(cluster
     run.store.delete(f"{name}.json")
     outcome = ended(evaluations)
     assert outcome.entry is None and f"{name}.pt is gone" in outcome.why and "\n" not in outcome.why
-    assert evaluations.idle and evaluations.look() == []
+    assert evaluations.idle and evaluations.look() == [] and not outcome.again and Standing.read(run.store).waiting == ()
+
+
+def fails(*_):
+    def row(block):
+        raise RuntimeError("a long story\nand its cause")
+        yield block  # a generator, as those of an evaluation
+
+    list(ray.data.range(1).map_batches(row).iter_rows())
+
+
+def test_one_that_fails_says_the_cause_in_a_line_and_is_kept_for_the_next_driver(cluster, data, tmp_path, monkeypatch):
+    run = Run(tmp_path, data)
+    steps = [run.epoch, 2 * run.epoch]
+    names = [run.save(step) for step in steps]
+    monkeypatch.setattr("moco_ray.evaluations.evaluate_checkpoint", fails)
+    evaluations = run.evaluations()
+    outcome = ended(evaluations)
+    assert outcome == (steps[0], None, "RuntimeError: and its cause", True) and evaluations.steps_waiting == [steps[1]]
+    monkeypatch.undo()
+    assert evaluations.took_seconds is evaluations.left_seconds is None
+    evaluations.landed(ended(evaluations).entry)
+    assert evaluations.idle and evaluations.took_seconds > 0 and evaluations.left_seconds == 0.0
+    assert Standing.read(run.store).waiting == (names[0],)
+    run.save(steps[1] + 1, keep=1)
+    assert steps[0] in run.names()  # not pruned meanwhile
+    again = run.evaluations(evaluated={steps[1]})
+    assert again.steps_waiting == [steps[0]] and ended(again).entry["step"] == steps[0]
+    told = []
+    Events(lambda kind, step, text, **_: told.append(text), 0, {}).not_evaluated(*outcome[:1], *outcome[2:])
+    assert told == [f"no kNN of step {steps[0]}: RuntimeError: and its cause; its checkpoint is kept, and `moco-ray resume` or the same command again makes up for it"]
 
 
 def test_those_that_wait_and_the_best_one_are_not_pruned_and_the_oldest_is_given_up_when_too_many_wait(data, tmp_path):

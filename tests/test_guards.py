@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     ["errors", "layouts", "interface", "words", "source"],
     ["recipe"],
-    ["plan", "ranks", "placement", "data.batch", "parts", "cluster_facts"],
+    ["plan", "ranks", "placement", "data.batch", "parts", "cluster_facts", "stages"],
     ["method", "data", "traffic"],
     ["learner", "pace", "attempts", "standing", "exhibit", "dictionary", "verdicts", "ahead", "scaling"],
     ["train", "checkpoint", "lease", "meter", "evaluate"],

@@ -42,7 +42,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shown(source) -> list[dict]:
-    """What rank 0 tells of a run of 13 steps, its pictures at every fifth."""
+    """What rank 0 tells of a run of 13 steps, its pictures at every fifth and where else they are due."""
     told, learner = [], synthetic.small_learner(source.recipe)
 
     def picture(step: Step):
@@ -53,8 +53,9 @@ def shown(source) -> list[dict]:
     return told
 
 
-def test_pictures_are_taken_at_the_first_step_and_every_so_many_after_it_or_never(source, shown):
-    assert [message["step"] for message in shown] == [1, 6, 11]
+def test_pictures_are_taken_at_the_first_step_every_so_many_with_the_queue_just_full_and_at_the_end_or_never(source, shown):
+    assert [message["step"] for message in shown] == [1, 5, 6, 11, 13]  # a queue of 100 is full after four steps of 32
+    assert [bool((message["made"] >= 0).all()) for message in shown] == [False, True, True, True, True]
     told, none = [], dataclasses.replace(source, plan=Plan(synthetic.recipe(run={"images_every_steps": 0}), source.plan.rows))
     outputs = synthetic.Log().outputs()._replace(picture=told.append)
     rows = (batch for _, batch in zip(range(2), synthetic.batches(none.plan, Ranks()), strict=False))
@@ -64,17 +65,17 @@ def test_pictures_are_taken_at_the_first_step_and_every_so_many_after_it_or_neve
 
 
 def test_the_hardest_negatives_are_those_of_the_queue_as_the_loss_saw_it(shown):
-    keys, queries = shown[-1]["true"]
+    keys, queries = shown[3]["true"]
     similarity = queries[:QUERIES] @ keys.T
     for q in range(QUERIES):
         order = np.argsort(-similarity[q].numpy())[:NEGATIVES]
-        assert shown[-1]["slots"][q].tolist() == order.tolist()
-        assert shown[-1]["similarity"][q] == pytest.approx(similarity[q, order].numpy(), abs=1e-6)
+        assert shown[3]["slots"][q].tolist() == order.tolist()
+        assert shown[3]["similarity"][q] == pytest.approx(similarity[q, order].numpy(), abs=1e-6)
 
 
 def test_the_image_beside_a_negative_is_the_one_that_its_key_was_made_of(source, shown):
     """Against the rows that the segments of the run give out, for all slots asked for."""
-    message = shown[-1]  # before step 10: 320 keys went through a queue of 100
+    message = shown[3]  # before step 10: 320 keys went through a queue of 100
     rows = [step["row"] for segment in Segments(source.plan, 1, 0, 0) for step in segment_steps(source, range(8), segment)]
     through = np.concatenate(rows)[: 10 * 32]
     found = Gallery(source.manifest, source.plan, 0)._rows(message)
@@ -108,7 +109,7 @@ def test_counts_of_a_histogram_are_numpy_s():
 def test_histograms_hold_every_pair_of_their_kind_and_no_noise(shown):
     counts = [{name: held["num"] for name, held in message["histograms"].items()} for message in shown]
     assert counts[0] == {"positive": 32, "step_negative": 32 * 31}  # the queue is empty
-    assert counts[1] == {"positive": 32, "step_negative": 32 * 31, "queued_negative": 32 * 100}
+    assert counts[1] == counts[2] == {"positive": 32, "step_negative": 32 * 31, "queued_negative": 32 * 100}
 
 
 def test_a_step_that_is_not_finite_shows_nothing(source):
@@ -126,7 +127,7 @@ def seen(folder) -> EventAccumulator:
 
 def test_pictures_reach_tensorboard_once_and_a_restart_takes_none_twice(source, shown, tmp_path):
     gallery, journal = Gallery(source.manifest, source.plan, 0), Journal(Store(str(tmp_path)), source.plan, 0)
-    for message in [shown[0], shown[2], shown[2]]:  # the last: computed again
+    for message in [shown[0], shown[3], shown[3]]:  # the last: computed again
         gallery.hang(message)
         (made,) = gallery.finished(60)
         assert made.flaw == ""
@@ -140,7 +141,7 @@ def test_pictures_reach_tensorboard_once_and_a_restart_takes_none_twice(source, 
         picture = Image.open(io.BytesIO(page.Images(tag)[1].encoded_image_string))
         assert picture.size == (page.Images(tag)[1].width, page.Images(tag)[1].height)
     # the thumbnail of the first negative is that row's image, at its place
-    row = Gallery(source.manifest, source.plan, 0)._rows(shown[2])[0, 0]
+    row = Gallery(source.manifest, source.plan, 0)._rows(shown[3])[0, 0]
     encoded = read_rows(source.manifest, np.array([row]))[row]
     thumb = np.asarray(pictures._square(Image.fromarray(decode(encoded, 10**6).permute(1, 2, 0).numpy())), float)
     left, top = 3 * pictures.GAP + 2 * (96 + pictures.GAP), 3 * pictures.LINE + 2 * pictures.GAP
@@ -155,7 +156,7 @@ def test_a_storage_that_gives_no_image_costs_the_wall_and_nothing_else(source, s
 
     monkeypatch.setattr(pictures, "read_rows", refuse)
     gallery = Gallery(source.manifest, source.plan, 0)
-    gallery.hang(shown[2])
+    gallery.hang(shown[3])
     (made,) = gallery.finished(60)
     assert list(made.images) == ["pictures/two_views"] and len(made.histograms) == 3
     assert made.flaw == "no picture of the hardest negatives of step 11: no answer from the storage"

@@ -180,6 +180,7 @@ LINEAR = ("--protocol", "linear", "--output", "out")
         ((*LINEAR, "--bank", "trained", "--queries", "trained"), "would be trained on and tested on"),
         ((*LINEAR, "--bank", "trained", "--queries", "other"), "different class folders"),
         ((*LINEAR, "--bank", "trained", "--queries", "flat"), "lies in no class folder"),
+        ((*LINEAR, "--bank", "flat", "--queries", "tested"), "--bank: "),
         ((*LINEAR,), "give --bank FOLDER to train on and --queries FOLDER to test on"),
         ((*LINEAR, "--bank", "trained", "--queries", "tested"), "--batch-size 256 is larger than the 40 labelled training rows"),
         ((*LINEAR, "--bank", "trained", "--queries", "tested", "--batch-size", "32", "--workers", "3"), "use at most 2 workers"),

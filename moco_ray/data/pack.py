@@ -22,7 +22,6 @@ import json
 import logging
 import re
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -33,7 +32,6 @@ import pyarrow as pa
 import ray
 import ray.data
 from ray.exceptions import RayError
-from tqdm import tqdm
 
 from moco_ray.data.listing import OURS, UNFINISHED, find_data
 from moco_ray.data.on_ray import spread, user_error
@@ -43,11 +41,11 @@ from moco_ray.data.slices import Parts, side_by_side
 from moco_ray.data.storage import Store
 from moco_ray.data.survey import PACKED, PACKED_MANIFEST, build_manifest
 from moco_ray.errors import UserError
+from moco_ray.stages import Stages
 
 BAD_ROWS = OURS + "bad_rows.jsonl"
 BAD_ROWS_LISTED = 100_000  # the first of them; all are counted
 OWN = re.compile(rf"part-\d{{5,}}\.parquet|{OURS}.*")
-LINE_SECONDS = 15.0  # between two lines of progress where the output is no terminal
 
 
 def pack(source_uri: str, target_uri: str, options: PackOptions, out: TextIO | None = None) -> dict[str, Any]:
@@ -166,11 +164,12 @@ def _run(job: Job, name: str, count: int, work: Callable[[int], dict], out: Text
     """The reports of tasks 0 .. count-1, of which only those are run that have left none."""
     reports = _done(job.target, name, count)
     left = [task for task in range(count) if task not in reports]
-    with _Bar({"scatter": "reading", "duplicates": "comparing", "part": "writing shards"}[name], count, out) as bar:
-        bar.show(len(reports))
+    what = {"scatter": "reading", "duplicates": "comparing", "part": "writing shards"}[name]
+    with Stages(out) as at:
+        at(what, len(reports), count, "tasks")
         for task, report in _tasks(job, work, left):
             reports[task] = report
-            bar.show(len(reports))
+            at(what, len(reports), count, "tasks")
     return [reports[task] for task in range(count)]
 
 
@@ -211,28 +210,6 @@ def _tasks(job: Job, work: Callable[[int], dict], numbers: list[int]) -> Iterato
         if (mistake := user_error(error)) is not None:
             raise mistake from None
         raise
-
-
-class _Bar:
-    """The progress of a pass: a bar on a terminal, elsewhere a line now and then."""
-
-    def __init__(self, what: str, total: int, out: TextIO):
-        self._what, self._total, self._out, self._next_line = what, total, out, time.monotonic() + LINE_SECONDS
-        self._bar = tqdm(total=total, desc=what, unit=" tasks", file=out, dynamic_ncols=True) if out.isatty() else None
-
-    def __enter__(self) -> "_Bar":
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def show(self, done: int) -> None:
-        if self._bar is not None:
-            self._bar.update(done - self._bar.n)
-        elif time.monotonic() > self._next_line or done == self._total:
-            self._next_line = time.monotonic() + LINE_SECONDS
-            print(f"{self._what}: {done} of {self._total} tasks", file=self._out, flush=True)
 
 
 # What is written about the result

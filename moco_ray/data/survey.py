@@ -20,13 +20,13 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from tqdm import tqdm
 
 from moco_ray.data.listing import OURS, Found, Index, find_data, read_footer, sorted_by_class
 from moco_ray.data.shards import MANIFEST_VERSION, Manifest, make_manifest
 from moco_ray.data.storage import Entry, Store
 from moco_ray.data.tars import scan_tar
 from moco_ray.errors import UserError
+from moco_ray.stages import Stages
 
 THREADS = 32  # a footer is one or two short reads: waiting, not work
 FILES_PER_TASK = 64  # of Parquet, where they are read by tasks; a tar is a task of its own
@@ -50,7 +50,9 @@ def build_manifest(uri: str, image_column: str = "image", spread: Spread | None 
     data set still being packed, an unreadable shard or tar, or no such column.
     """
     store = Store.at(uri)
-    found = find_data(store)
+    with Stages(sys.stderr) as at:
+        at(f"listing {store.place('')}")
+        found = find_data(store)
     if found.layout == "tree":
         return _tree_manifest(store, found.entries)
     if any(entry.name == PACKED for entry in found.others):
@@ -99,9 +101,12 @@ def _threads(read: Read, tasks: Sequence[Sequence[Entry]]) -> Iterator[list[Inde
 
 
 def _with_progress(parts: Iterable[list[Index]], total: int, what: str) -> Iterator[Index]:
-    with tqdm(total=total, desc=what, unit=" files", delay=1, disable=None, leave=False) as bar:
+    with Stages(sys.stderr) as at:
+        done = 0
+        at(what, done, total, "files")
         for part in parts:
-            bar.update(len(part))
+            done += len(part)
+            at(what, done, total, "files")
             yield from part
 
 

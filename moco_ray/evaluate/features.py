@@ -5,7 +5,8 @@ the result together. It never touches queue or key encoder. Not responsible for 
 reading and cropping images (data/stream.py).
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,25 +36,40 @@ class LabelledSet:
 
     manifest: Manifest
     rows: np.ndarray  # M int64, rising
+    called: str = ""  # what its user named it by: a recipe's key, or an option
 
     @classmethod
-    def read(cls, uri: str, wanted: int, recipe: Recipe, spread: Spread | None = None) -> "LabelledSet":
+    def read(cls, uri: str, wanted: int, recipe: Recipe, spread: Spread | None = None, called: str = "") -> "LabelledSet":
         """All rows of the set, or `wanted` of them drawn from the seed. Raises UserError if it cannot be read."""
-        manifest = build_manifest(uri, recipe.data.image_column, spread)
-        read_chunk_rows(manifest, 0, np.zeros(1, np.int64), recipe.evaluation.label_column)  # raises if there are none
+        with blamed_on(called):
+            manifest = build_manifest(uri, recipe.data.image_column, spread)
+            read_chunk_rows(manifest, 0, np.zeros(1, np.int64), recipe.evaluation.label_column)  # raises if there are none
         rows = np.arange(manifest.rows)
         if 0 < wanted < manifest.rows:
             rows = np.sort(np.random.default_rng([_TAG, recipe.run.seed]).choice(manifest.rows, wanted, replace=False))
-        return cls(manifest, rows)
+        return cls(manifest, rows, called)
+
+
+@contextlib.contextmanager
+def blamed_on(called: str) -> Iterator[None]:
+    """A UserError from inside names the set that it is of."""
+    try:
+        yield
+    except UserError as error:
+        if not called or str(error).startswith(called):
+            raise
+        raise type(error)(f"{called}: {error}") from error
 
 
 def labelled_sets(
-    recipe: Recipe, all_rows: bool = False, spread: Spread | None = None
+    recipe: Recipe, all_rows: bool = False, spread: Spread | None = None, called: tuple[str, str] = ("evaluation.bank_uri", "evaluation.query_uri")
 ) -> tuple[LabelledSet, LabelledSet]:
-    """Bank and queries of `recipe.evaluation`. Raises UserError if k is larger than the bank or classes differ."""
+    """Bank and queries of `recipe.evaluation`, which errors call `called`. Raises UserError if one cannot be read, if k is larger than the
+    bank or if classes differ.
+    """
     settings = recipe.evaluation
-    bank = LabelledSet.read(settings.bank_uri, 0 if all_rows else settings.bank_rows, recipe, spread)
-    queries = LabelledSet.read(settings.query_uri, 0 if all_rows else settings.query_rows, recipe, spread)
+    bank = LabelledSet.read(settings.bank_uri, 0 if all_rows else settings.bank_rows, recipe, spread, called[0])
+    queries = LabelledSet.read(settings.query_uri, 0 if all_rows else settings.query_rows, recipe, spread, called[1])
     if settings.neighbours > len(bank.rows):
         raise UserError(
             f"evaluation.neighbours {settings.neighbours} is more than the {len(bank.rows)} rows of the bank "
@@ -112,20 +128,30 @@ class Described(NamedTuple):
     left_out: int  # images that could not be decoded
 
 
-def describe_set(labelled: LabelledSet, descriptions: dict[str, Describe], recipe: Recipe, ranks: Ranks) -> Described:
-    """All ranks' rows in order, on every rank; each rank reads and describes its own share. Collective."""
+def describe_set(
+    labelled: LabelledSet, descriptions: dict[str, Describe], recipe: Recipe, ranks: Ranks, told: Callable[[int, int], None] = lambda done, total: None
+) -> Described:
+    """All ranks' rows in order, on every rank; each rank reads and describes its own share. Collective.
+
+    `told`: how many rows of this rank's share are done, of how many.
+    """
     share = np.array_split(labelled.rows, ranks.world)[ranks.rank]
     parts: dict[str, list[Tensor]] = {name: [] for name in descriptions}
-    labels, left_out = [torch.zeros(0, dtype=torch.int64)], 0
-    for batch in labelled_images(labelled.manifest, recipe, share, BATCH_ROWS, ranks.world):
-        left_out += len(batch.bad)
-        labels.append(batch.labels.clone())
-        for name, describe in descriptions.items():
-            parts[name].append(describe(batch.crops) if len(batch.crops) else None)
+    labels, left_out, done = [torch.zeros(0, dtype=torch.int64)], 0, 0
+    told(0, len(share))
+    with blamed_on(labelled.called):
+        for batch in labelled_images(labelled.manifest, recipe, share, BATCH_ROWS, ranks.world):
+            left_out += len(batch.bad)
+            labels.append(batch.labels.clone())
+            for name, describe in descriptions.items():
+                parts[name].append(describe(batch.crops) if len(batch.crops) else None)
+            done += len(batch.labels) + len(batch.bad)
+            told(done, len(share))
     own = torch.cat(labels).to(ranks.device)
     counts = ranks.gather_objects(len(own))
     if sum(counts) == 0:
-        raise UserError(f"no image of {labelled.manifest.root} could be read")
+        with blamed_on(labelled.called):
+            raise UserError(f"no image of {labelled.manifest.root} could be read")
     features = {}
     for name, blocks in parts.items():
         blocks = [block for block in blocks if block is not None]

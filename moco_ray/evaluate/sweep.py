@@ -7,7 +7,7 @@ All start from the same weights and see the same batches, so each is what it wou
 decay, a tenth of the rate from 60 % of the epochs on and from 80 % on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -68,11 +68,13 @@ class Swept:
     best_epoch: int
 
 
-def sweep(x: Tensor, y: Tensor, test_x: Tensor, test_y: Tensor, settings: Settings) -> Swept:
+def sweep(
+    x: Tensor, y: Tensor, test_x: Tensor, test_y: Tensor, settings: Settings, told: Callable[[int, int], None] = lambda done, total: None
+) -> Swept:
     """Train on nine tenths of x N,D and y N int64, choose by the last epoch's top-1 on the tenth, judge on test_x M,D and test_y M.
 
     The chosen classifier has seen nine tenths of the rows. Its test scores are of the last epoch; the best epoch is told apart. An epoch
-    drops the rows that fill no batch. Raises UserError if the batch is larger than the rows, or if every rate diverges.
+    drops the rows that fill no batch. `told`: how many epochs are done, of how many. Raises UserError if the batch is larger than the rows, or if every rate diverges.
     """
     y, test_y = y.to(x.device), test_y.to(x.device)
     classes = int(max(y.max(), test_y.max())) + 1
@@ -91,6 +93,7 @@ def sweep(x: Tensor, y: Tensor, test_x: Tensor, test_y: Tensor, settings: Settin
         now, mask = trainer.heads, better[:, None, None]
         kept = Heads(*(torch.where(mask, new, old) for new, old in zip(now, kept, strict=True))) if kept else Heads(*(t.clone() for t in now))
         course.append((held_out.tolist(), test.tolist()))
+        told(epoch + 1, settings.epochs)
     chosen, told = _choose(trainer.heads, course[-1][0], settings.rates)
     history = [
         {"epoch": n, "learning_rate": settings.rates[chosen] * settings.rate_factor(n - 1), "held_out_top1": own[chosen], "test_top1": test[chosen]}

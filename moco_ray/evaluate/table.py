@@ -4,7 +4,7 @@ Responsible for the numbers of each row and for writing them as text, Markdown a
 computing features, nor for printing or storing anything.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -53,18 +53,23 @@ def compare(
     bank_labels: torch.Tensor,
     query_labels: torch.Tensor,
     protocol: Protocol,
+    told: Callable[[int, int, str], None] = lambda done, total, now: None,
 ) -> list[Row]:
     """One row for each entry of `named_features`: name -> (bank M,D, query Q,D), in the order given.
 
     bank_labels M int64, query_labels Q int64. kNN (Wu et al. 2018); 1-NN from a few labels of each class in DRAWS seeded
-    draws, the same draws for every row; a linear classifier. Raises UserError as `knn_accuracy`, `few_labels` and
+    draws, the same draws for every row; a linear classifier. `told`: how many judgements are done, of how many, and the one at work. Raises UserError as `knn_accuracy`, `few_labels` and
     `linear_accuracy` do.
     """
-    rows, leave = [], protocol.leave_one_out
-    for name, (bank, query) in named_features.items():
-        sets = (bank, bank_labels, query, query_labels)
+    rows, leave, judges = [], protocol.leave_one_out, 2 + protocol.linear
+    for number, (name, (bank, query)) in enumerate(named_features.items()):
+        sets, done, total = (bank, bank_labels, query, query_labels), judges * number, judges * len(named_features)
+        told(done, total, f"{name}, kNN")
         knn = {t: knn_accuracy(*sets, protocol.neighbours, t, leave_one_out=leave) for t in TEMPERATURES}
+        told(done + 1, total, f"{name}, few labels")
         few = {n: few_labels(*sets, n, DRAWS, protocol.seed, leave_one_out=leave) for n in protocol.few}
+        if protocol.linear:
+            told(done + 2, total, f"{name}, linear classifier")
         rows.append(Row(name, knn, few, linear_accuracy(*sets, protocol.seed) if protocol.linear else None))
     return rows
 
