@@ -1,11 +1,11 @@
 #!/bin/sh
 # From images to a backbone in one job: pack, pretrain, evaluate, export.
 # Paper: He et al. 2019 and Chen et al. 2020 (MoCo v2), by the recipe that you give. Hardware, time, expected: those of the recipe, and packing.
-# Command: moco-ray submit --address http://HEAD:8265 --env RECIPE=moco_v2_imagenet.toml --env IMAGES=s3://bucket/images \
-#            --env STORAGE=s3://bucket/work --env NAME=first --env WORKERS=8 jobs/end_to_end.sh jobs/moco_v2_imagenet.toml
+# Command: moco-ray submit --address http://HEAD:8265 --env RECIPE=jobs/moco_v2_imagenet.toml --env IMAGES=s3://bucket/images \
+#            --env STORAGE=s3://bucket/work --env NAME=first --env WORKERS=8 jobs/end_to_end.sh
 #   or, where the repository is: RECIPE=jobs/moco_v2_imagenet.toml IMAGES=.. STORAGE=.. NAME=first sh jobs/end_to_end.sh
 #
-#   RECIPE     the recipe's file, as it lies where this runs (moco-ray submit puts it into the job's folder)
+#   RECIPE     the recipe's file (moco-ray submit takes it along into the job's folder)
 #   IMAGES     what to learn from: a folder or URI, as for pretrain
 #   STORAGE    a URI, or a folder that all nodes share. It gets packed/NAME, runs/NAME and backbones/NAME.safetensors
 #   NAME       of the run

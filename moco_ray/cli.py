@@ -16,6 +16,7 @@ from moco_ray.cli_health import health_commands
 from moco_ray.cli_runs import runs_command, watch_command
 from moco_ray.cli_submit import submit_command
 from moco_ray.errors import Stopped, UserError
+from moco_ray.ray_job import folder_removed
 
 CPU_QUIET = {  # set before torch and Ray are imported: what they print is not for the user of this command
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -41,6 +42,8 @@ def main(words: list[str] | None = None) -> int:
     for name, value in (CPU_QUIET if arguments.debug else CPU_QUIET | OWN_WORDS).items():
         os.environ.setdefault(name, value)
     try:
+        if removed := folder_removed():
+            raise UserError(removed)
         return arguments.run(arguments) or 0  # a command that judges returns the code of its judgement
     except Stopped as stopped:
         print(f"moco-ray: {stopped}", file=sys.stderr)

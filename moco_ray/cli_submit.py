@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,8 @@ PLACES = {  # of a command's arguments -> what its user calls them
     **{name: f"--{name.replace('_', '-')}" for name in ("storage", "data", "output", "bank", "queries", "warm_start", "images", "annotations")},
     **dict.fromkeys(("place", "folder"), "RUN"), "source": "SOURCE", "target": "TARGET", "file": "FILE", "go_on_from": "--continue",
 }  # fmt: skip
+SCRIPT_PLACES = ("IMAGES", "STORAGE", "BANK", "QUERIES", "BACKBONE", "ANNOTATIONS", "OUTPUT", "TEST_IMAGES", "TEST_ANNOTATIONS")  # variables of jobs/*.sh
+DECLARED = re.compile(r"^(?:\( ?)?: .*", re.M)  # a line of a script that stands outside of any `if`, and only asks for variables: : "${NAME:?why}"
 SHARED = "give a URI, or the whole path of a folder that all nodes share"
 NOT_AS_JOBS = ("submit", "watch", "runs")
 ABOUT = (
@@ -59,6 +62,8 @@ def order_of(words: list[str], checked: Callable[[list[str]], argparse.Namespace
     if words[0].endswith(".toml"):
         words = ["pretrain", *words]
     files = list(dict.fromkeys(Path(word) for word in words if word.endswith(UPLOADED) and Path(word).is_file()))
+    if words[0].endswith(SCRIPT) and files[:1] == [Path(words[0])]:
+        environment = with_recipe(words, files, environment)
     names = [file.name for file in files]
     if len(set(names)) < len(names):
         raise UserError(f"two files would go along as {max(names, key=names.count)}; rename one")
@@ -66,6 +71,7 @@ def order_of(words: list[str], checked: Callable[[list[str]], argparse.Namespace
     if words[0].endswith(SCRIPT):
         if not Path(words[0]).is_file():
             raise UserError(f"{words[0]} is not a file of this machine; give the path of the script")
+        refuse_variables(Path(words[0]), names, environment)
         return Order(sent, Path(words[0]).stem, files, {"command": words[0]}, environment)
     if words[0] in NOT_AS_JOBS:
         raise UserError(f"`{words[0]}` runs on any machine, without a cluster: give it without submit")
@@ -99,6 +105,50 @@ def refuse_local_places(arguments: argparse.Namespace) -> None:
         refuse_local(called, getattr(arguments, name, None) or "")
     if getattr(arguments, "to", None) and not arguments.output:
         raise UserError("export as a job needs --output: a URI, or a path that all nodes share; the job's own folder goes with it")
+
+
+def with_recipe(words: list[str], files: list[Path], environment: dict[str, str]) -> dict[str, str]:
+    """The variables of a script whose RECIPE is a file that lies in the job's folder: put into `files`, if it is not there already.
+
+    Raises UserError for a recipe that is no file here, and for what is wrong in it.
+    """
+    from moco_ray.recipe import Recipe
+    from moco_ray.source import PACKAGE
+
+    given = environment.get("RECIPE", "")
+    if not given or not re.search(r"\$\{?RECIPE\b", _text(files[0])):
+        return environment
+    places = [*(file for file in files if file.name == given), Path(given), PACKAGE.parent / given]
+    file = next((place for place in places if place.is_file()), None)
+    if file is None and given.startswith("/"):  # of a folder that all nodes share, perhaps
+        return environment
+    if file is None:
+        raise UserError(f"--env RECIPE={given}: no such file is here to go along; give its path, as --env RECIPE=jobs/moco_v2_imagenet.toml")
+    recipe = Recipe.read(file, [word for word in words if word.partition(".")[0] in Recipe.model_fields and "=" in word])
+    for what in ("bank_uri", "query_uri"):
+        refuse_local(f"evaluation.{what} of {given}", getattr(recipe.evaluation, what))
+    if all(file.resolve() != other.resolve() for other in files):
+        files.append(file)
+    return environment | {"RECIPE": file.name}
+
+
+def refuse_variables(script: Path, sent: list[str], environment: dict[str, str]) -> None:
+    """Raise UserError for a variable that the script declares and its job would not have, and for a place that only this machine could mean.
+
+    `sent`: names of the files that lie in the job's folder.
+    """
+    text = _text(script)
+    declared = dict.fromkeys(name for line in DECLARED.findall(text) for name in re.findall(r"\$\{(\w+):\?", line))
+    missing = [name for name in declared if not environment.get(name) and not re.search(rf"^\s*(export )?{name}=", text, re.M)]
+    if missing:
+        raise UserError(f"{script} needs {', '.join(missing)}; give {' '.join(f'--env {name}=..' for name in missing)}, also what the cluster's nodes have themselves")
+    for name in SCRIPT_PLACES:
+        if environment.get(name) not in sent and re.search(rf"\$\{{?{name}\b", text):
+            refuse_local(f"--env {name}", environment.get(name, ""))
+
+
+def _text(script: Path) -> str:
+    return script.read_text(errors="replace")
 
 
 def refuse_local(what: str, place: str) -> None:

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, Self
 from moco_ray.data.conditional import Held, conditional
 from moco_ray.data.storage import Store
 from moco_ray.errors import UserError
+from moco_ray.ray_job import own_job
 
 NAME = "lease.json"
-JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # of a Ray job's driver: JSON
 BEAT_SECONDS = 5.0
 EXPIRES_SECONDS = 30.0
 CONTENT_BYTES = (
@@ -200,17 +200,8 @@ def _this_process() -> dict[str, Any]:
         "pid_namespace": _pid_namespace(),
         "pid": os.getpid(),
         "process_start": _start_of(os.getpid()),
-        **({"job": job} if (job := _own_job()) else {}),
+        **({"job": job} if (job := own_job()) else {}),
     }
-
-
-def _own_job() -> str:
-    """The submission id of the Ray job that this process is the driver of; "" outside one. Ray 2.60 gives it to a driver in this variable alone."""
-    try:
-        found = json.loads(os.environ.get(JOB_CONFIG, "{}"))["metadata"]["job_submission_id"]
-    except (ValueError, LookupError, TypeError):
-        return ""
-    return found if isinstance(found, str) else ""
 
 
 def _here(other: dict[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from moco_ray.errors import UserError
+from moco_ray.ray_job import folder_emptied
 
 
 class Section(BaseModel):
@@ -232,7 +233,8 @@ class Recipe(Section):
         """Read a TOML file and apply `section.key=value` overrides. Raises UserError."""
         path = Path(path)
         if not path.is_file():
-            raise UserError(f"no recipe at {path}; the presets lie in jobs/, for example jobs/moco_v2_imagenet.toml")
+            cure = (not path.is_absolute() and folder_emptied()) or "the presets lie in jobs/, for example jobs/moco_v2_imagenet.toml"
+            raise UserError(f"no recipe at {path}; {cure}")
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:

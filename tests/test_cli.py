@@ -3,6 +3,9 @@
 import contextlib
 import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -119,6 +122,33 @@ def test_a_mistake_is_one_line_with_the_cure_and_exit_code_2_before_ray_starts(p
 def test_no_images_and_an_empty_folder_are_told(place, capsys):
     Path("empty").mkdir()
     assert "empty" in refused(capsys, "pretrain", "small.toml", "--data", "empty")
+
+
+JOB = {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"metadata": {"job_submission_id": "first"}})}
+
+
+@pytest.mark.parametrize("command", [["show-plan", "small.toml", "--rows", "12"], ["show-plan", "RECIPE", "--data", "images"]])
+def test_a_working_folder_that_was_removed_below_a_job_is_told_with_its_cure(tmp_path, command):
+    (tmp_path / "whole.toml").write_text(RECIPE)
+    (tmp_path / "job").mkdir()
+    words = [sys.executable, "-m", "moco_ray", *(str(tmp_path / "whole.toml") if word == "RECIPE" else word for word in command)]
+    environment = {**os.environ, "PYTHONPATH": str(JOBS[0].parent.parent)}
+    within = f"cd {tmp_path}/job && rmdir {tmp_path}/job && exec \"$@\""
+    for variables, cure in ((JOB, "--temp-dir of its own"), ({"RAY_JOB_CONFIG_JSON_ENV_VAR": ""}, "change into one that is there")):
+        (tmp_path / "job").mkdir(exist_ok=True)
+        ran = subprocess.run(["sh", "-c", within, "sh", *words], env=environment | variables, capture_output=True, text=True)
+        assert ran.returncode == 2 and cure in ran.stderr and len(ran.stderr.splitlines()) == 1, ran
+
+
+def test_a_working_folder_that_was_emptied_below_a_job_is_told_and_any_other_missing_recipe_is_not_blamed_on_it(place, capsys, monkeypatch):
+    monkeypatch.setenv(*next(iter(JOB.items())))
+    assert "the presets lie in jobs/" in refused(capsys, "pretrain", "other.toml")
+    Path("none").mkdir()
+    monkeypatch.chdir("none")
+    assert "no recipe at small.toml; the job's folder is empty, as happens where two Ray nodes" in refused(capsys, "pretrain", "small.toml")
+    assert "the presets lie in jobs/" in refused(capsys, "pretrain", str(place / "other.toml"))
+    monkeypatch.delenv(*JOB)
+    assert "the presets lie in jobs/" in refused(capsys, "pretrain", "small.toml")
 
 
 def test_a_recipe_that_is_not_toml_names_the_line(place, capsys):

@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Imports point down: a module may import modules of lower layers, and its own package.
 LAYERS = [
-    ["errors", "layouts", "interface", "words", "source"],
+    ["errors", "layouts", "interface", "words", "source", "ray_job"],
     ["recipe"],
     ["plan", "ranks", "placement", "data.batch", "parts", "cluster_facts", "stages"],
     ["method", "data", "traffic"],

@@ -90,6 +90,43 @@ def test_bank_and_queries_of_the_long_script_go_together():
         assert told.returncode == 2 and f"{other}: goes with {one}" in told.stderr, told
 
 
+LONG = {"RECIPE": "jobs/moco_v2_imagenet.toml", "IMAGES": "s3://a/b", "STORAGE": "/shared/work", "NAME": "first"}
+BOXES = {"BACKBONE": "s3://a/b", "IMAGES": "/shared/a", "ANNOTATIONS": "/shared/b.json", "OUTPUT": "s3://a/c"}
+
+
+@pytest.mark.parametrize(
+    "words, given, told",
+    [
+        (["jobs/end_to_end.sh"], {"IMAGES": "s3://a", "NAME": ""}, "jobs/end_to_end.sh needs RECIPE, STORAGE, NAME; give --env RECIPE=.. --env STORAGE=.. --env NAME=.."),
+        (["jobs/end_to_end.sh"], {}, "needs RECIPE, IMAGES, STORAGE, NAME"),
+        (["jobs/end_to_end.sh"], LONG | {"RECIPE": "moco_v2.toml"}, "--env RECIPE=moco_v2.toml: no such file is here"),
+        (["jobs/end_to_end.sh", "contrast.queue_key=5"], LONG, "queue_keys"),
+        (["jobs/end_to_end.sh"], LONG | {"RECIPE": "jobs/demo.toml"}, "evaluation.bank_uri of jobs/demo.toml is data/fashion-mnist/train, a path of this machine"),
+        (["jobs/end_to_end.sh"], LONG | {"STORAGE": "runs"}, "--env STORAGE is runs, a path of this machine"),
+        (["jobs/end_to_end.sh"], LONG | {"QUERIES": "../x"}, "--env QUERIES is ../x, a path of this machine"),
+        (["jobs/detection.sh"], BOXES | {"OUTPUT": ""}, "jobs/detection.sh needs OUTPUT"),
+        (["jobs/detection.sh"], BOXES | {"ANNOTATIONS": "train.json"}, "--env ANNOTATIONS is train.json, a path"),
+    ],
+)
+def test_what_a_script_lacks_and_what_its_variables_cannot_mean_on_the_cluster_is_refused_here(words, given, told, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UserError, match=re.escape(told)):
+        order(*words, **given)
+
+
+def test_a_script_s_recipe_goes_along_and_only_what_it_always_needs_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    script, recipe = ROOT / "jobs" / "end_to_end.sh", ROOT / "jobs" / "moco_v2_imagenet.toml"
+    alike = [order(str(script), **LONG), order(str(script), str(recipe), **LONG | {"RECIPE": recipe.name}), order(str(script), **LONG | {"RECIPE": str(recipe)})]
+    for sent in alike:  # of the repository; a word, as its name in the job's folder; a whole path
+        assert sent.files == [script, recipe] and sent.variables == LONG | {"RECIPE": recipe.name}
+    elsewhere = LONG | {"RECIPE": "/shared/there.toml"}
+    assert order(str(script), **elsewhere).variables == elsewhere
+    assert order(str(ROOT / "jobs" / "detection.sh"), **BOXES).variables == BOXES
+    (tmp_path / "mine.sh").write_text('if [ "$1" ]; then\n  : "${ONE:?}"\nfi\nTWO=2\n: "${TWO:?}"\necho "${THREE:?}"\n')
+    assert order("mine.sh", STORAGE="here", RECIPE="mine").variables == {"STORAGE": "here", "RECIPE": "mine"}  # it names neither
+
+
 def test_recipe_and_scripts_go_along_by_name_and_the_run_is_written_on_the_job(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     recipe = str(ROOT / "jobs" / "demo.toml")
