@@ -17,6 +17,7 @@ from moco_ray.cli_runs import runs_command, watch_command
 from moco_ray.cli_submit import submit_command
 from moco_ray.errors import Stopped, UserError
 from moco_ray.ray_job import folder_removed
+from moco_ray.words import note
 
 CPU_QUIET = {  # set before torch and Ray are imported: what they print is not for the user of this command
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -307,4 +308,5 @@ def _neighbours(arguments: argparse.Namespace) -> None:
 
 
 def _say(*lines: str) -> None:
-    print(*lines, sep="\n", flush=True)
+    for line in lines:
+        note(line, sys.stdout)

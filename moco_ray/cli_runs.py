@@ -5,12 +5,11 @@ compare.py, tidy.py, watch.py).
 import argparse
 import contextlib
 import json
-import sys
 import time
 from collections.abc import Callable
 
 from moco_ray.errors import UserError
-from moco_ray.words import plural, say, size
+from moco_ray.words import note, plural, say, size
 
 
 def runs_command(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -60,7 +59,7 @@ def _prune(storage: str, names: list[str], yes: bool) -> None:
     with contextlib.ExitStack() as held:
         found = []
         for name, folder in zip(names, folders, strict=True):
-            tidy = held.enter_context(tidying(folder.store, _say))
+            tidy = held.enter_context(tidying(folder.store, note))
             found.append(tidy)
             print(f"{name}: stays: {tidy.kept}")
             for one in tidy.superfluous:
@@ -92,7 +91,3 @@ def _watch(arguments: argparse.Namespace) -> None:
     from moco_ray.watch import watch
 
     watch(arguments.place, arguments.once)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

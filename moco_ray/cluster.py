@@ -7,8 +7,6 @@ internal to Ray: all here is best effort, and without it a run is only slower to
 """
 
 import contextlib
-import json
-import os
 import socket
 import time
 from collections import Counter
@@ -19,6 +17,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from moco_ray.data.on_ray import pipeline_name
+from moco_ray.ray_job import own_job
 
 COORDINATOR = "AutoscalingCoordinator"
 ANSWER_SECONDS = 5.0
@@ -27,10 +26,7 @@ KEPT_SECONDS = 180.0  # that the coordinator keeps what a pipeline asked for
 
 def ended_by() -> str:
     """What a person ends this driver with: Ctrl-C, or in a Ray job a command; its log's reader leaves the job alone."""
-    try:  # Ray's own way to tell a driver of its job; without it the answer is that of a terminal
-        return f"`ray job stop {json.loads(os.environ['RAY_JOB_CONFIG_JSON_ENV_VAR'])['metadata']['job_submission_id']}`"
-    except (LookupError, ValueError, TypeError):
-        return "Ctrl-C"
+    return f"`ray job stop {own_job()}`" if own_job() else "Ctrl-C"
 
 
 def living() -> dict[str, str]:

@@ -5,7 +5,6 @@ responsible for the checks (checks/). A check that fails stops no other; what ca
 """
 
 import contextlib
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from moco_ray.method.encoder import Encoder
 from moco_ray.plan import Plan, Workers
 from moco_ray.recipe import Recipe
 from moco_ray.session import Room, lazily_spread, ray_session
+from moco_ray.words import note
 
 ANSWER_SECONDS = 120.0  # for a node: a new process imports torch there
 HERE = "this machine"
@@ -63,7 +63,7 @@ def doctor(recipe: Recipe, storage_uri: str, workers: Workers, debug: bool = Fal
 
 def _look_at_data_and_storage(case: _Case, data: Store) -> None:
     recipe = case.recipe
-    _say("reading the data set ..")
+    note("reading the data set ..")
     finding, refused = storage.credentials({"the data set": data, "the storage": case.storage})
     case.found.append(finding)
     case.found += _data(case, None if "the data set" not in refused else "the credentials are refused")
@@ -113,7 +113,7 @@ def _labelled(case: _Case) -> Finding:
 
 
 def _look_at_machines(case: _Case) -> None:
-    _say("starting Ray, or joining its cluster ..")
+    note("starting Ray, or joining its cluster ..")
     with contextlib.ExitStack() as stack:
         room, finding = _room(case, stack)
         case.found.append(finding)
@@ -159,7 +159,7 @@ def _ask(case: _Case, has_ray: bool) -> machines.Nodes:
     if not has_ray:
         case.found.append(skipped("nodes", "there is no Ray to ask them through; what follows is of this machine"))
         return {}
-    _say("asking every node ..")
+    note("asking every node ..")
     with _object_for_all(case) as (place, name):
         data = case.manifest.store if case.manifest else None
         question = node.ask(data, case.manifest.name(0) if case.manifest else "", place, name)
@@ -203,13 +203,9 @@ def _step(case: _Case, room: Room | None) -> list[Finding]:
         return step.not_taken(f"it needs {', '.join(lacking)}, see above")
     if world < (case.workers.least or case.workers.most):
         return step.not_taken(f"there is room for {world} workers now, and the step would wait for more")
-    _say(f"two steps on {counted(world, 'worker')} ..")
+    note(f"two steps on {counted(world, 'worker')} ..")
     try:
         return step.about_step(carry_trial(case.manifest, case.plan, world, room, case.debug), case.plan)
     except UserError as error:
         finding = mistake("", error)
         return step.broken(finding.found, finding.cure)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -7,7 +7,6 @@ the workers leads to (restarts.py), for what a rank does (train_worker.py, worke
 
 import contextlib
 import os
-import sys
 import tempfile
 from typing import NamedTuple
 
@@ -44,6 +43,7 @@ from moco_ray.standing import Standing
 from moco_ray.stopping import same_interrupt, stoppable
 from moco_ray.train_worker import train_worker
 from moco_ray.warm_start import begun_from, keep
+from moco_ray.words import note
 from moco_ray.worker import Job, about
 
 STARTS = 20  # of a group of workers that did not come about, before a new controller is tried
@@ -72,18 +72,18 @@ def pretrain(recipe: Recipe, folder: RunFolder, workers: Workers, begin: Begin, 
         surveyed = survey(recipe, spread)
         surveyed.plan.refuse_world(workers.most)
         folder.refuse_strange()
-        with Lease.acquire(folder.store, _say) as lease:
+        with Lease.acquire(folder.store, note) as lease:
             untouched = not attempts.numbers(folder.store)
             state = released_state(begin.released, surveyed.plan) if begin.released and untouched else None
             held = folder.holds(recipe, surveyed.manifest)
             if held and _finished(folder, surveyed) and not Standing.read(folder.store).waiting:
-                _say(f"{folder.place} holds this run, and it is finished: nothing to do; another --name starts a new one")
+                note(f"{folder.place} holds this run, and it is finished: nothing to do; another --name starts a new one")
                 return
             if held:
                 _say_where(folder)
             else:
                 for warning in [*surveyed.plan.warnings(), *surveyed.manifest.warnings]:
-                    _say(f"warning: {warning}")
+                    note(f"warning: {warning}")
             with ray_session(workers, debug) as room:  # before the folder becomes a run: a cluster without room refuses it
                 if held:
                     folder.update(recipe, surveyed.manifest)
@@ -116,7 +116,7 @@ def resume(folder: RunFolder, workers: Workers | None, overrides: list[str], deb
         folder.refuse_other_data(surveyed.manifest, recipe.data.uri)
         if _finished(folder, surveyed) and not Standing.read(folder.store).waiting:
             raise UserError(f"{folder.place} is finished: all {surveyed.plan.total_steps} steps are done")
-        with Lease.acquire(folder.store, _say) as lease, ray_session(workers, debug) as room:
+        with Lease.acquire(folder.store, note) as lease, ray_session(workers, debug) as room:
             folder.update(recipe, surveyed.manifest)
             _carry(surveyed, folder, Outlook(room, workers), lease, debug, profile_steps)
 
@@ -156,7 +156,7 @@ def _carry(surveyed: Surveyed, folder: RunFolder, outlook: Outlook, lease: Lease
     last = checkpoint.newest(run)
     start = last.step if last else 0
     if workers.elastic and os.environ.get("RAY_ADDRESS") and not room.on_gpus:
-        _say("no GPU in the cluster: the workers will use CPUs, also on GPU nodes that join later")
+        note("no GPU in the cluster: the workers will use CPUs, also on GPU nodes that join later")
     if os.environ.get("RAY_ADDRESS"):
         keep_helpers_here()
     if request := folder.last_request():
@@ -271,11 +271,7 @@ def _cause(error: ray.train.TrainingFailedError, folder: RunFolder, debug: bool)
     )
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def _say_where(folder: RunFolder) -> None:
     last = checkpoint.newest(folder.store)
     reached = f"its newest checkpoint is of step {last.step}" if last else "it has no checkpoint yet"
-    _say(f"{folder.place} holds this run ({reached}): going on with it; another --name starts a new one")
+    note(f"{folder.place} holds this run ({reached}): going on with it; another --name starts a new one")

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from moco_ray.pace import RATE_RECORDS, seconds_left
 from moco_ray.plan import Plan
 from moco_ray.stages import LINE_SECONDS
-from moco_ray.words import duration
+from moco_ray.words import duration, note
 
 
 class Progress:
@@ -65,7 +65,7 @@ class Progress:
         if self._bar is not None:
             self._bar.write(line, file=self._out)
         else:
-            print(line, file=self._out, flush=True)
+            note(line, self._out)
 
     def close(self) -> None:
         if self._bar is not None:

@@ -55,7 +55,7 @@ class Stages:
             if self._bar is not None:
                 self._bar.write(line, file=self._out)
             else:
-                print(line, file=self._out, flush=True)
+                words.note(line, self._out)
 
     def _tick(self) -> None:
         while not self._stop.wait(min(REDRAW_SECONDS, LINE_SECONDS)):
@@ -79,7 +79,7 @@ class Stages:
         far = f": {self._done:,} of {self._total:,} {self._unit}" if self._total else ""
         seconds, moved = time.monotonic() - self._began, self._done - self._first
         left = f", {words.duration(seconds * (self._total - self._done) / moved)} left" if moved > 0 and self._done < self._total else ""
-        print(f"{self._what}{far}{self._where()}, {words.duration(seconds)}{left}", file=self._out, flush=True)
+        words.note(f"{self._what}{far}{self._where()}, {words.duration(seconds)}{left}", self._out)
 
     def _where(self) -> str:
         return f" ({self._note})" if self._note else ""

@@ -10,7 +10,6 @@ import os
 import shlex
 import shutil
 import socket
-import sys
 import tempfile
 import time
 from datetime import datetime
@@ -23,6 +22,7 @@ from ray.job_submission import JobInfo, JobStatus, JobSubmissionClient
 
 from moco_ray import source
 from moco_ray.errors import UserError
+from moco_ray.words import note
 
 STOP_SECONDS = 60  # between `ray job stop` and the end of the driver: for a last checkpoint
 CONNECT_SECONDS = 10.0
@@ -61,9 +61,9 @@ def submit(address: str, order: Order, identity: str = "", use_image: bool = Fal
             if "already exists" in str(error):
                 raise UserError(f"{address} has had a job {identity} already; give another --job-id, or none") from error
             raise UserError(f"{address} refuses the job {identity}: {_last_line(error)}") from error
-    _say(f"job {identity} at {address}")
-    _say(f"follow it:  ray job logs --follow {identity} --address {address}")
-    _say(f"stop it:    ray job stop {identity} --address {address}")
+    note(f"job {identity} at {address}")
+    note(f"follow it:  ray job logs --follow {identity} --address {address}")
+    note(f"stop it:    ray job stop {identity} --address {address}")
     return follow(client, address, identity) if wait else 0
 
 
@@ -124,15 +124,15 @@ def follow(client: JobSubmissionClient, address: str, identity: str) -> int:
     try:
         info = asyncio.run(_follow(client, address, identity))
     except KeyboardInterrupt:
-        _say(f"\nmoco-ray: the job {identity} goes on; stop it with `ray job stop {identity} --address {address}`")
+        note(f"\nmoco-ray: the job {identity} goes on; stop it with `ray job stop {identity} --address {address}`")
         return 130
     if info.status == JobStatus.SUCCEEDED:
         return 0
     if info.status == JobStatus.STOPPED:
-        _say(f"moco-ray: the job {identity} was stopped; the same command submits it again and goes on from the newest checkpoint")
+        note(f"moco-ray: the job {identity} was stopped; the same command submits it again and goes on from the newest checkpoint")
         return 143
     said = client.get_job_logs(identity) if info.driver_exit_code is not None else ""
-    _say(f"moco-ray: the job {identity} failed: {_why(info, said)}")
+    note(f"moco-ray: the job {identity} failed: {_why(info, said)}")
     return info.driver_exit_code or 1
 
 
@@ -144,7 +144,7 @@ async def _follow(client: JobSubmissionClient, address: str, identity: str) -> J
             if info.status == JobStatus.PENDING:
                 if info.message and info.message != waiting and time.monotonic() > quiet_until:
                     waiting = info.message
-                    _say(f"moco-ray: {' '.join(waiting.split())}")
+                    note(f"moco-ray: {' '.join(waiting.split())}")
                 await asyncio.sleep(1)
                 continue
             seen = 0
@@ -182,7 +182,3 @@ def _why(info: JobInfo, said: str) -> str:
 def _last_line(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if any(map(str.isalnum, line))]
     return (lines or [type(error).__name__])[-1].strip()[:500]
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

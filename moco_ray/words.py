@@ -3,14 +3,24 @@
 import math
 import os
 import sys
+from typing import TextIO
 
 
-def say(text: str) -> None:
-    """Print it, to a reader that may leave before the end as `| head` does."""
+def say(text: str, out: TextIO | None = None) -> None:
+    """Print it, on stdout if not told where, to a reader that may leave before the end as `| head` does."""
+    out = out or sys.stdout
     try:
-        print(text, flush=True)
+        print(text, file=out, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+
+
+def note(text: str, out: TextIO | None = None) -> None:
+    """What goes on, on stderr if not told where: no work ends because its reader has left, or the disk of its log is full."""
+    try:
+        say(text, out or sys.stderr)
+    except OSError:
+        pass
 
 
 def duration(seconds: float) -> str:

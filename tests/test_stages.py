@@ -1,15 +1,17 @@
 """How far a command says that it is: a line now and then in a job's log, and a bar on a terminal. Without Ray."""
 
 import io
+import os
 import re
 import time
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 
-from moco_ray import stages
+from moco_ray import stages, words
 from moco_ray.data.batch import BadRow
 from moco_ray.data.stream import LabelledBatch
 from moco_ray.desk import Desk
@@ -140,3 +142,15 @@ def test_waiting_for_evaluations_says_how_many_are_left_how_long_and_what_ends_i
     desk.finish_evaluations()
     line = "all steps are done; waiting for 1 evaluation (of step 60), about 0:20 left (the last took 1:15). `ray job stop first-1` ends it, and the same"
     assert said[2].startswith(line)
+
+
+def test_a_line_that_nobody_can_read_any_more_ends_nothing():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1) as left:
+        words.note("one", left)
+        words.note("two", left)  # from here on to nobody
+    full = mock.Mock(write=mock.Mock(side_effect=OSError("No space left on device")))
+    words.note("three", full)
+    with pytest.raises(OSError, match="No space"):
+        words.say("a result is not lost in silence", full)
