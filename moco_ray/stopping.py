@@ -30,11 +30,14 @@ def stoppable(ask: Callable[[], bool]) -> Iterator[None]:
 
     def hear(number: int, _) -> None:
         told.append(number)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # what a shell's script starts with `&` is born so
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         if len(told) == 1:
             threading.Thread(target=end, name="stop", daemon=True).start()
         else:
             os.kill(os.getpid(), signal.SIGINT)
 
+    interrupt = signal.getsignal(signal.SIGINT)
     before = signal.signal(signal.SIGTERM, hear)
     try:
         yield
@@ -44,6 +47,8 @@ def stoppable(ask: Callable[[], bool]) -> Iterator[None]:
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
+        if interrupt is signal.SIG_IGN:
+            signal.signal(signal.SIGINT, interrupt)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,9 @@
 run. It proves that the machinery learns (data path, loss, queue, momentum), not that features suit natural images.
 """
 
+import functools
+import statistics
+
 import numpy as np
 import pytest
 import torch
@@ -27,6 +30,7 @@ STEPS = 250
 # pixels 0.372 and untrained 0.325 to 0.374; chance is 0.05. The margin lies 2.7 deviations below the mean gain over raw.
 # Rate and temperature were chosen on seed 0, for at the first ones (0.06, 0.2) the gain was smaller.
 MARGIN = 0.04
+SEEDS_DEVIATION = 0.012
 VALUES = {
     "encoder": {"backbone": "resnet10", "stem": "imagenet", "feature_dim": 64},
     "contrast": {"temperature": 0.1, "queue_keys": 1024, "key_momentum": 0.99},
@@ -47,10 +51,11 @@ def folder(tmp_path_factory):
     return target
 
 
-def learn(folder, seed: int) -> dict[str, float]:
+@functools.cache
+def learn(folder, seed: int, precision: str = "float32") -> dict[str, float]:
     """Pre-train on the training images; accuracy of each description of the test images."""
     torch.set_num_threads(2)
-    recipe = Recipe.parse({**VALUES, "run": {"seed": seed, "checkpoint_every_steps": 10_000}})
+    recipe = Recipe.parse({**VALUES, "encoder": {**VALUES["encoder"], "precision": precision}, "run": {"seed": seed, "checkpoint_every_steps": 10_000}})
     manifest = build_manifest(str(folder / "train"), "image")
     plan, learner = Plan(recipe, manifest.rows), Learner.new(recipe)
     untrained = Learner.new(recipe)
@@ -96,3 +101,17 @@ def test_other_seeds_learn_too(folder, seed):
     got = learn(folder, seed)
     print(seed, got)
     assert got["trained"] > max(got["raw"], got["untrained"]) + MARGIN, got
+
+
+def test_bfloat16_learns_as_float32_does(folder):
+    got, exact = learn(folder, 0, "bfloat16"), learn(folder, 0)
+    assert got["trained"] > max(got["raw"], got["untrained"]) + MARGIN, got
+    assert got["trained"] != exact["trained"]  # it did compute something else
+    assert abs(got["trained"] - exact["trained"]) < 3 * SEEDS_DEVIATION, (got, exact)
+
+
+@pytest.mark.slow
+def test_over_the_seeds_bfloat16_is_within_one_standard_deviation_of_float32(folder):
+    exact, reduced = ([learn(folder, seed, precision)["trained"] for seed in range(5)] for precision in ("float32", "bfloat16"))
+    print(exact, reduced, statistics.stdev(exact))
+    assert abs(statistics.mean(reduced) - statistics.mean(exact)) < statistics.stdev(exact), (exact, reduced)

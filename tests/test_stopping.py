@@ -15,6 +15,14 @@ def signalled(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """As at a terminal, however these tests were started."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def until(happened, seconds: float = 5.0) -> None:
     end = time.monotonic() + seconds
     while not happened() and time.monotonic() < end:
@@ -37,6 +45,16 @@ def test_without_workers_at_work_or_asked_twice_the_main_thread_is_interrupted_a
             signalled(signal.SIGTERM)
         until(lambda: False)
         raise AssertionError("nothing interrupted it")
+
+
+def test_a_process_born_deaf_to_ctrl_c_is_stopped_too_and_stays_deaf():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with pytest.raises(Stopped), stoppable(lambda: False):
+        signalled(signal.SIGINT)
+        signalled(signal.SIGTERM)
+        until(lambda: False)
+        raise AssertionError("nothing interrupted it")
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_ctrl_c_alone_stays_an_interrupt():
