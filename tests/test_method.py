@@ -13,7 +13,7 @@ from torchvision.models import resnet18, resnet34, resnet50
 
 from moco_ray import recipe as recipes
 from moco_ray.errors import UserError
-from moco_ray.method import small_maps
+from moco_ray.method import products, small_maps
 from moco_ray.method.batchnorm import GroupedBatchNorm2d, commit_statistics
 from moco_ray.method.contrast import FEWEST_KEYS, chunk_keys, info_nce
 from moco_ray.method.encoder import build_encoder, refuse_emulated_precision
@@ -125,7 +125,22 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("rows,keys,chunk", [(32, 8192, 1024), (32, 65536, 1024), (300, 8192, FEWEST_KEYS)])
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_product_is_the_matrix_product_in_float32_by_either_library(fast, turned):
+    if fast and not products._has_fast_operator():
+        assert "AVX512" not in torch.backends.cpu.get_cpu_capability()  # elsewhere it must be there: torch is pinned
+        pytest.skip("no AVX-512")
+    x, weight = unit(7, 300, dtype=torch.float32), unit(300, 33, seed=1, dtype=torch.float32).T if turned else unit(33, 300, seed=1, dtype=torch.float32)
+    with mock.patch.object(products, "_has_fast_operator", lambda: fast):
+        found = products.product(x, weight)
+        exact = products.product(x.double(), weight.double())
+    assert found.dtype == torch.float32 and exact.dtype == torch.float64
+    assert exact.allclose(x.double() @ weight.double().T, atol=1e-15)
+    assert found.double().allclose(exact, atol=2e-7)
+
+
+@pytest.mark.parametrize("rows,keys,chunk", [(32, 8192, 2048), (32, 65536, 2048), (300, 8192, FEWEST_KEYS)])
 def test_memory_is_that_of_a_chunks_logits_whatever_K(rows, keys, chunk):
     torch.set_num_threads(1)
     key, q = unit(1, 8, dtype=torch.float32), unit(rows, 8, seed=1, dtype=torch.float32)

@@ -1,12 +1,16 @@
 """InfoNCE of a query against its own key and all queued keys (He et al. 2019, equation 1)."""
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from moco_ray.method.products import product
+
+LOG2_E = math.log2(math.e)
 LOWEST_PLAIN_TEMPERATURE = 0.03  # from here on exp of every logit, of -1/T to 1/T, is a float32 number, and so are their sums
-CORE_LOGITS, DEVICE_LOGITS = 2**15, 2**24  # that exist at a time: 128 kB stay in a core's cache with their keys; 64 MB are few launches
+CORE_LOGITS, DEVICE_LOGITS = 2**16, 2**24  # that exist at a time: 256 kB a core stay in its cache; 64 MB are few launches
 FEWEST_KEYS = 512  # of a chunk, however many the queries
 
 
@@ -43,36 +47,34 @@ class _QueueNCE(torch.autograd.Function):
     def forward(ctx, q, k, queue, temperature):
         given, dtype = q.dtype, torch.promote_types(q.dtype, torch.float32)
         q, k = q.to(dtype), k.to(dtype)
-        scaled = q / temperature
-        columns = scaled.T.contiguous()  # C,N: the product takes up to half as long again where they lie otherwise
+        scaled = q * (LOG2_E / temperature)  # logits in base 2, whose powers cost a quarter
         positive = (scaled * k).sum(1)  # N
         rising = temperature < LOWEST_PLAIN_TEMPERATURE
         peak = positive.clone() if rising else torch.zeros_like(positive)  # N: what is subtracted from all logits
-        own = (positive - peak).exp()  # N
+        own = (positive - peak).exp2()  # N
         total, pull = own.clone(), k * own[:, None]  # N; N,C: sum of softmax weight times key
-        tie = positive - 8 * torch.finfo(dtype).eps / temperature  # N; equal keys differ by rounding alone
+        tie = (positive - 8 * torch.finfo(dtype).eps * LOG2_E / temperature)[:, None]  # N,1; equal keys differ by rounding alone
         rank, negative = torch.zeros_like(positive), torch.zeros_like(positive)
         size = chunk_keys(len(q), q.device)
-        held = [q.new_empty(min(size, len(queue)), len(q)) for _ in range(2)]
+        beaten = q.new_empty(len(q), min(size, len(queue)))
         for keys in queue.split(size):
-            # One column a query: a chunk is then the product's large side, whose rows lie as they are read.
-            logits, beaten = (one[: len(keys)] for one in held)  # chunk,N
-            torch.mm(keys.to(dtype), columns, out=logits)
-            rank += torch.ge(logits, tie, out=beaten).sum(0)  # in floats: a comparison to bool takes thrice the time
-            negative += logits.sum(0)
+            keys = keys.to(dtype)
+            logits = product(scaled, keys)  # N,chunk
+            rank += torch.ge(logits, tie, out=beaten[:, : len(keys)]).sum(1)  # in floats: a comparison to bool takes many times as long
+            negative += logits.sum(1)
             if rising:
-                higher = torch.maximum(peak, logits.amax(0))
-                shrink, peak = (peak - higher).exp(), higher
+                higher = torch.maximum(peak, logits.amax(1))
+                shrink, peak = (peak - higher).exp2(), higher
                 total, pull = total * shrink, pull * shrink[:, None]
-                logits -= peak
-            weights = logits.exp_()
-            total += weights.sum(0)
-            pull.addmm_(weights.T, keys.to(dtype))
+                logits -= peak[:, None]
+            weights = logits.exp2_()
+            total += weights.sum(1)
+            pull += product(weights, keys.T)
         ctx.save_for_backward(((pull / total[:, None] - k) / temperature).to(given))
-        similarity, negative = positive * temperature, negative * (temperature / len(queue))
+        similarity, negative = positive * (temperature / LOG2_E), negative * (temperature / LOG2_E / len(queue))
         rank = rank.long()
         ctx.mark_non_differentiable(rank, similarity, negative)
-        return total.log() + peak - positive, rank, similarity, negative
+        return (total.log2() + peak - positive) / LOG2_E, rank, similarity, negative
 
     @staticmethod
     def backward(ctx, loss_gradient, *_):
