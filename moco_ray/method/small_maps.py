@@ -1,15 +1,17 @@
 """A convolution that is a matrix product where the feature map is small, on a CPU.
 
 There the CPU library's convolution takes many times what the numbers need, and small images end in such maps. Library / here,
-milliseconds of one AVX-512 core for 32 rows, forward and backward: 512 to 512 channels, 3x3, on a 2x2 map 31 / 22 in float32, 49 / 16
-in channels_last, 34 / 7 in channels_last and bfloat16; 256 to 256 on 4x4 in the last 7.0 / 4.1, but 12 / 17 in float32, where it stays
-with the library. Same numbers up to the order of sums; state_dict keys are `nn.Conv2d`'s. On other devices and on larger maps this is
+milliseconds of one AVX-512 core (AMD EPYC) for 32 rows, forward and backward: 512 to 512 channels, 3x3, on a 2x2 map 22 / 20 in float32, 29 / 15
+in channels_last, 16 / 8 in channels_last and bfloat16; 256 to 256 on 4x4 in the last 6.0 / 6.2 (7.0 / 4.1 on a Xeon), but 12 / 31 in float32, where it
+stays with the library. Same numbers up to the order of sums; state_dict keys are `nn.Conv2d`'s. On other devices and on larger maps this is
 `nn.Conv2d`.
 """
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from moco_ray.method.products import product
 
 LARGEST_MAP_PIXELS = 4  # of the output; above, the library is as fast or faster
 LARGEST_REDUCED_MAP_PIXELS = 16  # in reduced precision and channels_last
@@ -46,7 +48,7 @@ class _SmallMapConvolution(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.geometry = (stride, padding, last)
         height, width = ((size + 2 * padding - weight.shape[2]) // stride + 1 for size in x.shape[2:])
-        y = _patches(x, weight.shape[2], stride, padding, last) @ _matrix(weight, last).T  # N*pixels,O
+        y = product(_patches(x, weight.shape[2], stride, padding, last), _matrix(weight, last))  # N*pixels,O
         y = y.view(len(x), height, width, -1).permute(0, 3, 1, 2)
         return y if last else y.contiguous()
 
@@ -57,10 +59,10 @@ class _SmallMapConvolution(torch.autograd.Function):
         rows = gradient.permute(0, 2, 3, 1).reshape(-1, len(weight))  # N*pixels,O
         to_x = to_weight = None
         if ctx.needs_input_grad[0]:
-            columns = rows @ _matrix(weight, last)
+            columns = product(rows, _matrix(weight, last).T)
             to_x = _put_back(columns, x.shape, gradient.shape[2:], (weight.shape[2], stride, padding), last)
         if ctx.needs_input_grad[1]:
-            to_weight = rows.T @ _patches(x, weight.shape[2], stride, padding, last)
+            to_weight = product(rows.T, _patches(x, weight.shape[2], stride, padding, last).T)
             if last:
                 to_weight = to_weight.view(len(weight), *weight.shape[2:], -1).permute(0, 3, 1, 2)
             to_weight = to_weight.view_as(weight)

@@ -110,7 +110,7 @@ def loss(rounds: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for rows, keys in ((32, 65536), (256, 65536), (32, 1 << 20)):
         cases = loss_cases(rows, keys, (*released, "ours"))
-        entry = compared(taking_turns(cases, rounds if keys > 65536 else 3 * rounds), list(released), "ours")
+        entry = compared(taking_turns(cases, rounds if keys > 65536 else 8 * rounds), list(released), "ours")
         del cases
         if rows == 32:
             entry["extra_megabytes"] = {name: alone(extra_megabytes, rows, keys, name) for name in ("released", "ours")}
