@@ -26,11 +26,12 @@ from moco_ray.recipe import Recipe
 from moco_ray.train import Outputs, train
 
 STEPS = 250
-# Trained features of seeds 0 to 4: 0.459, 0.429, 0.438, 0.454, 0.445 (mean 0.445, standard deviation 0.012), beside raw
-# pixels 0.372 and untrained 0.325 to 0.374; chance is 0.05. The margin lies 2.7 deviations below the mean gain over raw.
+# Trained features of seeds 0 to 4: 0.459, 0.429, 0.438, 0.454, 0.445 on an Intel CPU and 0.428, 0.431, 0.452, 0.457, 0.422 on an AMD (together 0.442,
+# standard deviation 0.013), in bfloat16 0.433, 0.440, 0.432, 0.462, 0.425 (0.439), beside raw pixels 0.372 and untrained 0.325 to 0.374; chance is 0.05.
+# The margin lies 3 deviations below the mean gain over raw.
 # Rate and temperature were chosen on seed 0, for at the first ones (0.06, 0.2) the gain was smaller.
-MARGIN = 0.04
-SEEDS_DEVIATION = 0.012
+MARGIN = 0.03
+SEEDS_DEVIATION = 0.013
 VALUES = {
     "encoder": {"backbone": "resnet10", "stem": "imagenet", "feature_dim": 64},
     "contrast": {"temperature": 0.1, "queue_keys": 1024, "key_momentum": 0.99},
