@@ -31,7 +31,6 @@ STEPS = 250
 # The margin lies 3 deviations below the mean gain over raw.
 # Rate and temperature were chosen on seed 0, for at the first ones (0.06, 0.2) the gain was smaller.
 MARGIN = 0.03
-SEEDS_DEVIATION = 0.013
 VALUES = {
     "encoder": {"backbone": "resnet10", "stem": "imagenet", "feature_dim": 64},
     "contrast": {"temperature": 0.1, "queue_keys": 1024, "key_momentum": 0.99},
@@ -104,15 +103,11 @@ def test_other_seeds_learn_too(folder, seed):
     assert got["trained"] > max(got["raw"], got["untrained"]) + MARGIN, got
 
 
-def test_bfloat16_learns_as_float32_does(folder):
-    got, exact = learn(folder, 0, "bfloat16"), learn(folder, 0)
-    assert got["trained"] > max(got["raw"], got["untrained"]) + MARGIN, got
-    assert got["trained"] != exact["trained"]  # it did compute something else
-    assert abs(got["trained"] - exact["trained"]) < 3 * SEEDS_DEVIATION, (got, exact)
-
-
 @pytest.mark.slow
 def test_over_the_seeds_bfloat16_is_within_one_standard_deviation_of_float32(folder):
-    exact, reduced = ([learn(folder, seed, precision)["trained"] for seed in range(5)] for precision in ("float32", "bfloat16"))
+    runs = [learn(folder, seed, "bfloat16") for seed in range(5)]
+    assert all(got["trained"] > max(got["raw"], got["untrained"]) + MARGIN for got in runs), runs
+    exact, reduced = [learn(folder, seed)["trained"] for seed in range(5)], [got["trained"] for got in runs]
     print(exact, reduced, statistics.stdev(exact))
+    assert exact != reduced  # it did compute something else
     assert abs(statistics.mean(reduced) - statistics.mean(exact)) < statistics.stdev(exact), (exact, reduced)
